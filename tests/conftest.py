@@ -1,0 +1,6 @@
+"""Tests run on eight virtual CPU devices; the variables must be set before JAX is imported."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
