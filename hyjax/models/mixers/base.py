@@ -1,0 +1,44 @@
+"""What every mixer offers. Adding one is adding a file with these and a line in the registry."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NamedTuple
+
+import flax.linen as nn
+
+
+class Cost(NamedTuple):
+    """Forward FLOPs per token (multiply-add = 2) at a context length."""
+
+    projections: float  # the products with parameters
+    mixing: float  # what passes between tokens: attention's two products, or a recurrence's update and read
+
+
+class Mixer(nn.Module):
+    """A layer's way of passing information between tokens.
+
+    `__call__(x [B,T,D], ctx, state) -> (y [B,T,D], state)`: `state=None` trains; a state with T > 1 prefills, in
+    any number of pieces; one with T = 1 decodes. Splitting a call changes neither outputs nor states.
+    """
+
+    kind: ClassVar[str]  # "attention" or "recurrence": the ledger that parameters and FLOPs are counted under
+
+    @nn.nowrap
+    def init_state(self, batch: int, max_len: int) -> Any:
+        """The state of `batch` rows that have seen nothing, with room for `max_len` tokens."""
+        raise NotImplementedError
+
+    @nn.nowrap
+    def capacity(self, max_len: int) -> int | None:
+        """How many tokens a row may hold with a state made for `max_len`; None: any number."""
+        return None
+
+    @nn.nowrap
+    def logical_axes(self) -> dict[str, tuple]:
+        """Path of every parameter -> the logical axis of each of its dims."""
+        raise NotImplementedError
+
+    @nn.nowrap
+    def cost(self, seq_len: int) -> Cost:
+        """Forward FLOPs per token in a row of `seq_len`."""
+        raise NotImplementedError

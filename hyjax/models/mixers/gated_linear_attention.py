@@ -1,0 +1,114 @@
+"""Scalar-gated linear attention: S ← e^g S + k vᵀ, o = K^(−1/2) Sᵀ q, one gate g ≤ 0 a head and token.
+
+The recurrence is simple GLA (Yang et al. 2024 with a scalar gate; Dao & Gu 2024 without its discretisation):
+a state of fixed size, whatever the length of the document.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from hyjax.kernels import linear_scan
+from hyjax.models.cache import RecurrentState
+from hyjax.models.context import Context
+from hyjax.models.layers import ShortConv, dense, split_heads
+from hyjax.models.mixers.base import Cost, Mixer
+
+
+class GatedLinearAttention(Mixer):
+    """Linear attention with a learned forget gate, g = −softplus(W x + b).
+
+    Attributes:
+      width: D, the residual stream.
+      heads, head_dim, value_dim: heads; key dims a head (0: D / heads); value dims a head (0: as the keys).
+      conv_width: width of a causal depthwise convolution with SiLU over q, k and v; 0: none.
+      gate_bias: b at its start. −4.5 gives e^g = 0.989, a half-life of 63 tokens.
+      gated: the normalised read-out is multiplied by SiLU of a projection of the input.
+      chunk_size: tokens that the operator handles at once; 0: its own choice.
+    """
+
+    kind: ClassVar[str] = "recurrence"
+
+    width: int
+    heads: int
+    head_dim: int = 0
+    value_dim: int = 0
+    conv_width: int = 0
+    gate_bias: float = -4.5
+    gated: bool = False
+    chunk_size: int = 0
+    norm_eps: float = 1e-6
+    dtype: Any = jnp.float32
+    state_dtype: Any = jnp.float32
+    implementation: str = "auto"
+
+    @property
+    def dims(self) -> tuple[int, int, int]:
+        """Heads, key dims and value dims a head."""
+        key_dim = self.head_dim or self.width // self.heads
+        return self.heads, key_dim, self.value_dim or key_dim
+
+    @property
+    def channels(self) -> int:
+        heads, key_dim, value_dim = self.dims
+        return heads * (2 * key_dim + value_dim)
+
+    @nn.nowrap
+    def init_state(self, batch: int, max_len: int) -> RecurrentState:
+        matrix = jnp.zeros((batch, *self.dims), self.state_dtype)
+        return RecurrentState(matrix, self._conv().init_state(batch) if self.conv_width else None)
+
+    @nn.nowrap
+    def _conv(self, name: str | None = None) -> ShortConv:
+        return ShortConv(self.conv_width, self.channels, self.dtype, self.state_dtype, self.implementation, name=name)
+
+    @nn.compact
+    def __call__(self, x: jax.Array, ctx: Context, state: RecurrentState | None = None):
+        """x [B,T,D] -> (y [B,T,D], state)."""
+        heads, key_dim, value_dim = self.dims
+        sizes = {"query": heads * key_dim, "key": heads * key_dim, "value": heads * value_dim}
+        qkv = [dense(size, name, self.dtype)(x) for name, size in sizes.items()]
+        tail = None
+        if self.conv_width:
+            tail = None if state is None else state.conv
+            qkv, tail = self._conv(name="conv")(jnp.concatenate(qkv, axis=-1), ctx, tail)
+            qkv = jnp.split(qkv, [heads * key_dim, 2 * heads * key_dim], axis=-1)
+        q, k, v = (split_heads(a, heads) for a in qkv)
+        log_decay_f32 = -nn.softplus(self._gate(x))
+
+        o, matrix = linear_scan(
+            q, k, v, log_decay_f32,
+            initial_state=None if state is None else state.matrix.astype(jnp.float32),
+            segment_ids=ctx.segment_ids, chunk_size=self.chunk_size or None, implementation=self.implementation,
+        )  # fmt: skip
+        o = nn.RMSNorm(self.norm_eps, dtype=self.dtype, name="out_norm")(o).reshape(*x.shape[:2], -1)
+        if self.gated:
+            o = o * nn.silu(dense(heads * value_dim, "out_gate", self.dtype)(x))
+        if state is not None:
+            state = RecurrentState(matrix.astype(self.state_dtype), tail)
+        return dense(self.width, "out", self.dtype)(o), state
+
+    def _gate(self, x: jax.Array) -> jax.Array:
+        """The gate before its softplus, [B,T,H], in float32: what it keeps is a product over the document."""
+        bias = nn.initializers.constant(self.gate_bias)
+        return nn.Dense(self.heads, dtype=jnp.float32, bias_init=bias, name="gate")(x)
+
+    @nn.nowrap
+    def logical_axes(self) -> dict[str, tuple]:
+        axes: dict[str, tuple] = {f"{n}/kernel": ("embed", "heads") for n in ("query", "key", "value")}
+        axes |= {"gate/kernel": ("embed", "heads"), "gate/bias": ("heads",), "out_norm/scale": ("head_dim",)}
+        axes |= {"out/kernel": ("heads", "embed")}
+        if self.conv_width:
+            axes["conv/weight"] = (None, "heads")
+        return axes | ({"out_gate/kernel": ("embed", "heads")} if self.gated else {})
+
+    @nn.nowrap
+    def cost(self, seq_len: int) -> Cost:
+        heads, key_dim, value_dim = self.dims
+        outputs = self.channels + heads + heads * value_dim * (1 + self.gated)
+        convolution = 2 * self.conv_width * self.channels
+        return Cost(projections=2 * self.width * outputs + convolution, mixing=4 * heads * key_dim * value_dim)
