@@ -1,0 +1,178 @@
+"""Where documents come from, and which of them are held out.
+
+`stdlib` and `topics` need no download: they read the running Python's own files. `text` reads a file or a
+folder. A document is a name and its text as UTF-8 bytes; the order of a source is the sorted order of its names.
+"""
+
+import hashlib
+import math
+import re
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from hyjax.data.registry import lookup
+
+# Folders of the standard library that are left out: installed packages, tests, and a 700 kB file of English
+# (the `topics` source) in the middle of the code.
+STDLIB_SKIPPED = {
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "test",
+    "tests",
+    "idle_test",
+    "pydoc_data",
+}
+
+# One long file is cut into about this many documents, so that a fraction of them can be held out.
+SECTIONS = 100
+SMALLEST_SECTION = 1024  # bytes
+
+
+class Document(NamedTuple):
+    name: str
+    text: bytes  # UTF-8
+
+    @property
+    def digest(self) -> bytes:
+        """sha256 of the text: it decides the side of the split and the order, the same on every machine."""
+        return hashlib.sha256(self.text).digest()
+
+
+def read_documents(source: str, *, path: str = "", checksum: str = "", glob: str = "*") -> list[Document]:
+    """The documents of a source that are not empty, in sorted order of their names.
+
+    Args:
+      source: "stdlib", "topics" or "text".
+      path, glob: for `text`, a file, or a folder and which of its files (at any depth) are read.
+      checksum: for a `text` file, its sha1 or sha256 in hex; "" checks nothing.
+
+    Raises ValueError: unknown source, path without `text`, no document, not UTF-8, wrong checksum.
+    """
+    reader = lookup(SOURCES, source, "data.source")
+    if source != "text" and (path or checksum):
+        raise ValueError(f"data.path and data.checksum are read by data.source='text' only, not by {source!r}")
+    documents = [document for document in reader(path, checksum, glob) if document.text]
+    if not documents:
+        raise ValueError(f"data.source={source!r} holds no text: {path or 'this Python has no such files'}")
+    return documents
+
+
+def split(documents: Sequence[Document], heldout: float) -> tuple[list[Document], list[Document]]:
+    """(train, heldout): a document is held out when its digest, read as a number in [0, 1), is below `heldout`.
+
+    A document's side depends on its own text alone: more documents, another order or another seed move none,
+    and equal texts are on one side. Both lists are in order of the digest, which is a fixed shuffle.
+    """
+    if not 0.0 < heldout < 1.0:
+        raise ValueError(f"data.heldout={heldout} must be a fraction of the documents between 0 and 1")
+    ranked = sorted(documents, key=lambda document: (document.digest, document.name))
+    shares = [int.from_bytes(document.digest[:8], "big") / 2**64 for document in ranked]
+    count = sum(share < heldout for share in shares)
+    if count == 0 or count == len(ranked):
+        side = "to hold out" if count == 0 else "to train on"
+        raise ValueError(f"data.heldout={heldout} leaves none of {len(ranked)} documents {side}: " + _workable(shares))
+    return ranked[count:], ranked[:count]
+
+
+def _workable(shares: list[float]) -> str:
+    if len(shares) < 2 or shares[0] == shares[-1]:
+        return "give at least two documents that differ"
+    least, most = math.floor(shares[0] * 1e6 + 1) / 1e6, math.floor(shares[-1] * 1e6) / 1e6
+    return f"a fraction from {least} to {most} leaves some on both sides"
+
+
+def _stdlib(path: str, checksum: str, glob: str) -> list[Document]:
+    root = Path(sysconfig.get_path("stdlib"))
+    documents = []
+    for file in _files(root, "*.py"):
+        relative = file.relative_to(root)
+        # _sysconfigdata_*.py and config-*/ are written when Python is built and hold that machine's paths.
+        generated = relative.parts[0].startswith(("_sysconfigdata", "config-"))
+        if STDLIB_SKIPPED.isdisjoint(relative.parts[:-1]) and not generated:
+            documents.append(_read(file, relative.as_posix()))
+    return documents
+
+
+def _topics(path: str, checksum: str, glob: str) -> list[Document]:
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise ValueError("data.source='topics' needs pydoc_data.topics, which this Python lacks") from error
+    return [Document(name, text.encode("utf-8")) for name, text in sorted(topics.items())]
+
+
+def _text(path: str, checksum: str, glob: str) -> list[Document]:
+    if not path:
+        raise ValueError("data.source='text' needs data.path, a file or a folder")
+    root = Path(path).expanduser()
+    if root.is_file():
+        document = _read(root, root.name)
+        _check(document, checksum)
+        parts = sections(document.text)
+        return [Document(f"{root.name}#{i:03d}", part) for i, part in enumerate(parts)]
+    if not root.is_dir():
+        raise ValueError(f"data.path={path!r} is neither a file nor a folder")
+    if checksum:
+        raise ValueError(f"data.checksum is of one file, but data.path={path!r} is a folder")
+    files = [file for file in _files(root, glob) if not any(p.startswith(".") for p in file.relative_to(root).parts)]
+    if not files:
+        raise ValueError(f"data.path={path!r} has no file that matches data.glob={glob!r}")
+    return [_read(file, file.relative_to(root).as_posix()) for file in files]
+
+
+SOURCES = {"stdlib": _stdlib, "topics": _topics, "text": _text}
+
+
+def sections(text: bytes) -> list[bytes]:
+    """One file as about SECTIONS documents (none under SMALLEST_SECTION bytes, unless the file is), in order.
+
+    A section of the intended size goes on to the next blank line, else to the next line end, else it is cut between
+    two characters: nothing is lost or repeated.
+    """
+    size = max(SMALLEST_SECTION, -(-len(text) // SECTIONS))
+    parts, start = [], 0
+    while len(text) - start >= size + SMALLEST_SECTION:
+        end = _cut(text, start + size, start + 2 * size)
+        if len(text) - end < SMALLEST_SECTION:
+            break
+        parts.append(text[start:end])
+        start = end
+    return [*parts, text[start:]]
+
+
+def _cut(text: bytes, first: int, last: int) -> int:
+    for boundary in (rb"\n[ \t\r]*\n\s*", rb"\n"):
+        if found := re.compile(boundary).search(text, first, last):
+            return found.end()
+    while first < len(text) and text[first] & 0xC0 == 0x80:  # inside a UTF-8 character
+        first += 1
+    return first
+
+
+def _files(root: Path, glob: str) -> list[Path]:
+    return sorted((f for f in root.rglob(glob) if f.is_file()), key=lambda f: f.relative_to(root).as_posix())
+
+
+def _read(file: Path, name: str) -> Document:
+    try:
+        text = file.read_bytes()
+        text.decode("utf-8")
+    except OSError as error:
+        raise ValueError(f"{file} can't be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 text: byte {text[error.start]:#04x} at {error.start}") from error
+    return Document(name, text)
+
+
+def _check(document: Document, checksum: str) -> None:
+    if not checksum:
+        return
+    kind = {40: "sha1", 64: "sha256"}.get(len(checksum))
+    if kind is None:
+        raise ValueError(f"data.checksum has {len(checksum)} digits: a sha1 has 40, a sha256 has 64")
+    found = hashlib.new(kind, document.text).hexdigest()
+    if found != checksum.lower():
+        raise ValueError(f"{document.name} has {kind} {found}, but data.checksum is {checksum}")

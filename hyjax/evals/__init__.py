@@ -1,0 +1,1 @@
+"""Evaluation: one probe a file."""
