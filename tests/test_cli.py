@@ -1,0 +1,154 @@
+"""The command: what it prints, what it passes on, and how it refuses."""
+
+import json
+import subprocess
+import sys
+import types
+
+import pytest
+
+import hyjax
+import hyjax.train
+from hyjax import cli
+
+CONFIG = '''"""A small model."""
+from hyjax.config import base
+
+def get_config(arg=""):
+    return base(model=dict(layout=arg or "GGAG", width=32, heads=4), data=dict(seq_len=96))
+'''
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "small.py"
+    path.write_text(CONFIG)
+    return str(path)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Stands in for the training loop; what it was called with."""
+    seen: list = []
+    loop = types.SimpleNamespace(train=lambda config, workdir, *, profile=None: seen.append((config, workdir, profile)))
+    monkeypatch.setitem(sys.modules, "hyjax.train.loop", loop)
+    monkeypatch.setattr(hyjax.train, "loop", loop, raising=False)
+    return seen
+
+
+def refusal(capsys, *argv) -> str:
+    """The one line on stderr of a command that exits with 2."""
+    assert cli.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("hyjax: error: ") and err.count("\n") == 1
+    return err
+
+
+# ------------------------------------------------------------------------------------------------ the command itself
+
+
+def test_help_loads_no_framework():
+    code = (
+        "import sys, hyjax.cli; hyjax.cli.main(['--help']);"
+        "sys.exit(any(m in sys.modules for m in ('jax', 'numpy', 'flax', 'rich', 'ml_collections')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name in cli.COMMANDS:
+        assert f"\n  {name} " in done.stdout
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_sub_command_explains_itself(command, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main([command, "--help"])
+    assert end.value.code == 0
+    assert f"usage: hyjax {command}" in capsys.readouterr().out
+
+
+def test_version_and_nothing(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"hyjax {hyjax.__version__}\n"
+    assert cli.main([]) == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["plna"], "did you mean plan?"),
+        (["--confg=x"], "no flag of hyjax"),
+        (["plan"], "required: --config"),
+        (["plan", "--confg=FILE"], "no flag --confg; did you mean --config?"),
+        (["plan", "--config=FILE", "--contxt", "8"], "no flag --contxt; did you mean --context?"),
+        (["plan", "--config=FILE", "--con=8"], "no flag --con"),  # no abbreviations
+        (["plan", "--config=FILE", "--context=0"], "--context: must be a whole number"),
+        (["plan", "--config=FILE", "--batch=x"], "--batch: must be a whole number"),
+        (["plan", "--config=FILE", "extra"], "unrecognized arguments: extra"),
+        (["plan", "--config=nope.py"], "nope.py"),
+        (["plan", "--config=FILE", "--config.model.layuot=G"], "did you mean model.layout?"),
+        (["plan", "--config=FILE", "--config.model.width=33"], "model.width=33"),
+        (["plan", "--config=FILE", "--config.model.layout=GG)"], "closes a bracket"),
+        (["plan", "--config=FILE", "--config.model.legend.A.kv_head=2"], "model.legend.A.kv_head"),
+        (["plan", "--config=FILE", "--config.model.legend.G.mixer=atention"], "'attention'"),
+        (["train", "--config=FILE"], "required: --workdir"),
+        (["train", "--config=FILE", "--workdir=W", "--profile=9:3"], "START < STOP"),
+        (["train", "--config=FILE", "--workdir=W", "--config.model.legend.A.gated=3"], "model.legend.A.gated"),
+        (["bench", "stpe"], "did you mean step?"),
+    ],
+)
+def test_refusals(argv, said, config, capsys, calls):
+    assert said in refusal(capsys, *(word.replace("FILE", config) for word in argv))
+    assert not calls
+
+
+# ------------------------------------------------------------------------------------------------ sub-commands
+
+
+def test_plan_as_json(config, capsys):
+    argv = ["plan", f"--config={config}:GA", "--config.model.vocab_size", "64", "--json", "--context=500", "--batch=3"]
+    assert cli.main(argv) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["layout"] == "GA" and result["attention_layers"] == [2]
+    assert result["params"]["by_kind"]["embedding"] == 64 * 32
+    assert result["flops_per_token"]["context"] == 500
+    assert result["decode_state_bytes"]["kv_per_token"] == 3 * 2 * 32 * 4
+    assert set(result["decode_state_bytes"]["at"]) == {"4096", "32768", "131072", "500"}
+
+
+def test_plan_as_tables(config, capsys):
+    assert cli.main(["plan", "--config", config]) == 0
+    text = capsys.readouterr().out
+    assert "GGAG: 4 layers, attention at 3" in text
+    assert "context 96" in text  # the length that the config trains on
+    assert "Decode state of one row" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "profile"),
+    [([], None), (["--profile"], (5, 10)), (["--profile=3:7"], (3, 7)), (["--profile", "0:2"], (0, 2))],
+)
+def test_train_passes_on_what_it_is_given(flags, profile, config, calls):
+    argv = ["train", f"--config={config}", "--config.train.steps=7", "--workdir=W", *flags, "--noconfig.model.scan"]
+    assert cli.main(argv) == 0
+    [(given, workdir, traced)] = calls
+    assert (given.train.steps, given.model.scan, given.model.layout) == (7, False, "GGAG")
+    assert (workdir, traced) == ("W", profile)
+
+
+def test_faults_of_the_code_keep_their_traceback(config, monkeypatch, calls):
+    def broken(*args, **options):
+        raise ValueError("operands could not be broadcast together")
+
+    monkeypatch.setattr(hyjax.train.loop, "train", broken)
+    with pytest.raises(ValueError, match="broadcast"):
+        cli.main(["train", f"--config={config}", "--workdir=W"])
+
+
+def test_bench_step(monkeypatch):
+    seen: list = []
+    step = types.SimpleNamespace(main=lambda **options: seen.append(options))
+    monkeypatch.setitem(sys.modules, "hyjax.bench", types.SimpleNamespace(step=step))
+    monkeypatch.setitem(sys.modules, "hyjax.bench.step", step)
+    assert cli.main(["bench", "step", "--json"]) == 0
+    assert cli.main(["bench", "step"]) == 0
+    assert seen == [{"json": True}, {"json": False}]
