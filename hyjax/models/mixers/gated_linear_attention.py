@@ -80,17 +80,26 @@ class GatedLinearAttention(Mixer):
         q, k, v = (split_heads(a, heads) for a in qkv)
         log_decay_f32 = -nn.softplus(self._gate(x))
 
-        o, matrix = linear_scan(
-            q, k, v, log_decay_f32,
-            initial_state=None if state is None else state.matrix.astype(jnp.float32),
-            segment_ids=ctx.segment_ids, chunk_size=self.chunk_size or None, implementation=self.implementation,
-        )  # fmt: skip
+        o, matrix = self.scan(q, k, v, log_decay_f32, state, ctx.segment_ids)
         o = nn.RMSNorm(self.norm_eps, dtype=self.dtype, name="out_norm")(o).reshape(*x.shape[:2], -1)
         if self.gated:
             o = o * nn.silu(dense(heads * value_dim, "out_gate", self.dtype)(x))
         if state is not None:
             state = RecurrentState(matrix.astype(self.state_dtype), tail)
         return dense(self.width, "out", self.dtype)(o), state
+
+    def scan(self, q, k, v, log_decay, state, segment_ids) -> tuple[jax.Array, jax.Array]:
+        """(o [B,T,H,V], the matrix after the last token [B,H,K,V])."""
+        return linear_scan(
+            q,
+            k,
+            v,
+            log_decay,
+            initial_state=None if state is None else state.matrix.astype(jnp.float32),
+            segment_ids=segment_ids,
+            chunk_size=self.chunk_size or None,
+            implementation=self.implementation,
+        )
 
     def _gate(self, x: jax.Array) -> jax.Array:
         """The gate before its softplus, [B,T,H], in float32: what it keeps is a product over the document."""

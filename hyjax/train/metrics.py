@@ -1,0 +1,286 @@
+"""What a run says about itself: metrics.jsonl, TensorBoard events, lines or a bar on the console, and its speed.
+
+`metrics.jsonl` is the record; everything else can be drawn from it. One JSON object a line:
+
+    {"step": 20, "attempt": 1, "time": 1718900000.25, "split": "train", "loss": 2.31, ...}
+
+`attempt` counts the times the run was started in this workdir, from 1. A run that resumes at an earlier step than it
+was stopped at writes those steps again, under its own attempt; `read_records` keeps the newest of each.
+"""
+
+import contextlib
+import itertools
+import json
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+FILE = "metrics.jsonl"
+_unique = itertools.count()
+
+# Dense bfloat16 peak of one JAX device (FLOP/s), from the makers' data sheets; the longest name that the device's kind
+# contains counts. A TPU v2 or v3 device is one of a chip's two cores, a TPU7x device one of its two chiplets.
+PEAK_FLOPS = {
+    "tpu v2": 22.5e12,
+    "tpu v3": 61.5e12,
+    "tpu v4": 275e12,
+    "tpu v5 lite": 197e12,
+    "tpu v5e": 197e12,
+    "tpu v5": 459e12,
+    "tpu v5p": 459e12,
+    "tpu v6 lite": 918e12,
+    "tpu v6e": 918e12,
+    "tpu7x": 1153.5e12,
+    "a100": 312e12,
+    "h100": 989e12,
+    "h100 pcie": 756e12,
+    "h100 nvl": 835e12,
+    "h200": 989e12,
+    "b200": 2250e12,
+    "l4": 121e12,
+    "l40s": 362e12,
+}
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """bfloat16 peak FLOP/s of a device by its `device_kind`, None where it isn't known (CPUs among them)."""
+    words = f" {device_kind.lower().replace('-', ' ')} "
+    known = [name for name in PEAK_FLOPS if f" {name} " in words]
+    return PEAK_FLOPS[max(known, key=len)] if known else None
+
+
+class Throughput:
+    """Tokens and model FLOPs a second over the time spent in training steps alone.
+
+    Call `start` once the first step has run, so that its compilation does not count, `add` after each step,
+    and put evaluations and checkpoints under `with paused():`. Steps are asynchronous: before `read` and before a
+    pause the caller must have fetched a value of the last step.
+
+    A training step costs three times the forward pass's model FLOPs (the backward pass twice as much again).
+    """
+
+    def __init__(
+        self,
+        forward_flops_per_token: float,
+        device_kind: str,
+        num_devices: int = 1,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self._flops_per_token = 3 * forward_flops_per_token
+        peak = peak_flops(device_kind)
+        self.peak = None if peak is None else peak * num_devices
+        self._device_kind = device_kind
+        self._clock = clock
+        self._since: float | None = None
+        self._seconds = 0.0
+        self._tokens = 0
+
+    def describe(self) -> str:
+        """One sentence on what utilisation is measured against."""
+        if self.peak is None:
+            return f"The peak FLOP/s of {self._device_kind!r} is not known: utilisation is null, FLOP/s are reported."
+        return f"Utilisation is of {self.peak / 1e12:,.0f} TFLOP/s, the bfloat16 peak of {self._device_kind!r} devices."
+
+    def start(self) -> None:
+        """Start a window now and forget the one before."""
+        self._seconds, self._tokens, self._since = 0.0, 0, self._clock()
+
+    def add(self, tokens: int) -> None:
+        """Count a step over `tokens` positions; nothing before the first `start`."""
+        if self._since is not None:
+            self._tokens += tokens
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out the time spent inside."""
+        running = self._since is not None
+        if self._since is not None:
+            self._seconds += self._clock() - self._since
+        self._since = None
+        try:
+            yield
+        finally:
+            if running:
+                self._since = self._clock()
+
+    def read(self) -> dict[str, float | None]:
+        """{"tokens_per_second", "model_flops_per_second", "utilisation"} since the last `read` or `start`.
+
+        All None in a window without a counted step; "utilisation" (0 to 1) also where the peak isn't known.
+        """
+        if self._since is None:
+            return {"tokens_per_second": None, "model_flops_per_second": None, "utilisation": None}
+        now = self._clock()
+        seconds, tokens = self._seconds + now - self._since, self._tokens
+        self._seconds, self._tokens, self._since = 0.0, 0, now
+        rate = tokens / seconds if tokens and seconds > 0 else None
+        flops = None if rate is None else rate * self._flops_per_token
+        utilisation = None if flops is None or self.peak is None else flops / self.peak
+        return {"tokens_per_second": rate, "model_flops_per_second": flops, "utilisation": utilisation}
+
+
+class Logger:
+    """Writes `workdir/metrics.jsonl` and TensorBoard events beside it, and reports on standard output.
+
+    Opening it again, in this process or another, appends: no line or event of an earlier attempt is lost. On a
+    terminal there is a progress bar of `steps` steps, elsewhere a plain line a report.
+    """
+
+    def __init__(self, workdir: str | Path, steps: int, console: bool = True):
+        self.workdir = Path(workdir)
+        self.workdir.mkdir(parents=True, exist_ok=True)
+        path = self.workdir / FILE
+        old = path.read_bytes() if path.exists() else b""
+        self.attempt = 1 + max((record["attempt"] for record in _parse(old)), default=0)
+        self._file = path.open("a", encoding="utf-8")
+        if old and not old.endswith(b"\n"):
+            self._file.write("\n")  # a line that a kill cut off stays a line of its own
+        self._events = _event_writer(self.workdir, self.attempt)
+        self._steps = steps
+        self._bar = _bar(steps) if console and sys.stdout.isatty() else None
+        self._console = console
+        self._write({"step": None, "split": "start", "pid": os.getpid()})
+
+    def log(self, step: int, metrics: Mapping[str, Any], split: str = "train") -> None:
+        """Record numbers (or None) at a step: the number of updates done. `split` says where they come from."""
+        values = {name: _plain(value) for name, value in metrics.items()}
+        self._write({"step": step, "split": split} | {name: _jsonable(value) for name, value in values.items()})
+        if self._events is not None:
+            for name, value in values.items():
+                if isinstance(value, int | float):
+                    self._events.add_scalar(f"{split}/{name}", value, step)
+        self._show(step, values, split)
+
+    def log_text(self, step: int, name: str, text: str) -> None:
+        """Record a piece of text, such as a sample, and print it."""
+        self._write({"step": step, "split": "text", "name": name, "text": text})
+        if self._events is not None:
+            self._events.add_text(name, text, step)
+        self.print(f"{name} at step {step}:\n{text}")
+
+    def print(self, text: str) -> None:
+        """A line for the person who watches (above the bar); not recorded."""
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False)
+        elif self._console:
+            print(text, flush=True)
+
+    def close(self) -> None:
+        """Flush and close everything; may be called twice."""
+        self._file.close()
+        if self._events is not None:
+            self._events.close()
+        if self._bar is not None:
+            self._bar.stop()
+        self._events = self._bar = None
+
+    def _write(self, record: dict[str, Any]) -> None:
+        head = {"step": record.pop("step"), "attempt": self.attempt, "time": round(time.time(), 3)}
+        self._file.write(json.dumps(head | record, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def _show(self, step: int, values: Mapping[str, Any], split: str) -> None:
+        line = describe_metrics(values)
+        if self._bar is None:
+            self.print(f"step {step:>{len(str(self._steps))}}/{self._steps}  {split}  {line}")
+        elif split == "train":
+            self._bar.update(self._bar.task_ids[0], completed=step, status=line)
+        else:
+            self.print(f"step {step}  {split}  {line}")
+
+
+_SHOWN: dict[str, Callable[[float], str]] = {
+    "loss": lambda v: f"loss {v:.4f}",
+    "bits_per_byte": lambda v: f"bits/byte {v:.4f}",
+    "accuracy": lambda v: f"accuracy {v:.4f}",
+    "grad_norm": lambda v: f"|grad| {v:.3g}",
+    "learning_rate": lambda v: f"lr {v:.3g}",
+    "tokens_per_second": lambda v: f"{v:,.0f} tokens/s",
+    "model_flops_per_second": lambda v: f"{v / 1e9:,.1f} GFLOP/s",
+    "utilisation": lambda v: f"MFU {100 * v:.1f} %",
+}
+
+
+def describe_metrics(values: Mapping[str, Any]) -> str:
+    """The metrics a person follows, on one line: "loss 2.3101  accuracy 0.3120  |grad| 0.81  ..."."""
+    hidden = {"model_flops_per_second"} if values.get("utilisation") is not None else set()
+    shown = [name for name in _SHOWN if values.get(name) is not None and name not in hidden]
+    return "  ".join(_SHOWN[name](values[name]) for name in shown)
+
+
+def read_records(workdir: str | Path, split: str | None = None) -> list[dict[str, Any]]:
+    """The lines of a workdir's metrics.jsonl (of one split), in order of step and of time.
+
+    Where attempts overlap, an earlier attempt's lines at or beyond the first step that a later one logged in the
+    same split are left out. Lines cut off by a kill, and the marks of starts, are left out too.
+    """
+    records = [r for r in _parse((Path(workdir) / FILE).read_bytes()) if r["step"] is not None]
+    first: dict[tuple[str, int], int] = {}
+    for record in records:
+        key = (record["split"], record["attempt"])
+        first[key] = min(record["step"], first.get(key, record["step"]))
+
+    def superseded(record: dict[str, Any]) -> bool:
+        return any(
+            kind == record["split"] and attempt > record["attempt"] and step <= record["step"]
+            for (kind, attempt), step in first.items()
+        )
+
+    kept = [r for r in records if not superseded(r) and split in (None, r["split"])]
+    return sorted(kept, key=lambda record: (record["step"], record["time"]))
+
+
+def _parse(content: bytes) -> list[dict[str, Any]]:
+    records = []
+    for line in content.decode("utf-8", errors="replace").splitlines():
+        with contextlib.suppress(json.JSONDecodeError):  # cut off by a kill
+            record = json.loads(line)
+            if isinstance(record, dict) and "attempt" in record:
+                records.append({k: _NAMED.get(v, v) if isinstance(v, str) else v for k, v in record.items()})
+    return records
+
+
+# JSON has no such numbers; readers other than Python's refuse a bare NaN.
+_NAMED = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def _jsonable(value: Any) -> Any:
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _plain(value: Any) -> Any:
+    """A JAX or NumPy scalar as the Python number it holds."""
+    return value.item() if hasattr(value, "item") else value
+
+
+def _event_writer(workdir: Path, attempt: int) -> Any:
+    """A writer whose file no other writer shares: tensorboardX names files by the second and truncates one of the
+    same name."""
+    try:
+        from tensorboardX import SummaryWriter
+    except ImportError:
+        logging.getLogger(__name__).warning("tensorboardX is not installed: metrics go to %s only", FILE)
+        return None
+    return SummaryWriter(str(workdir), filename_suffix=f".{attempt}.{os.getpid()}.{next(_unique)}")
+
+
+def _bar(steps: int) -> Any:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[status]}"),
+    )
+    bar = Progress(*columns)
+    bar.add_task("train", total=steps, status="compiling")
+    bar.start()
+    return bar

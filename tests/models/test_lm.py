@@ -1,0 +1,218 @@
+"""The whole model: parameters, how a layout is run, the chunked loss, precision, and what it refuses."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hyjax.models import Context, HybridLM
+from tests.models.common import MODELS, SMALL, context, tokens
+
+SEED = dict(
+    width=32,
+    heads=4,
+    norm="layernorm",
+    ffn="gelu",
+    position="learned",
+    max_positions=128,
+    streams=(64, 33),
+    vocab_size=32,
+    head_bias=True,
+)
+
+
+def shapes(config):
+    model = HybridLM(config)
+    form = (1, 4, len(config["streams"])) if config.get("streams") else (1, 4)
+    return model, jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct(form, jnp.int32))["params"]
+
+
+def batch(length=24, rows=3):
+    ids = tokens(rows, length + 1)
+    positions, segments = context([[1] * 9 + [2] * (length - 9)] * rows)
+    weights = np.ones((rows, length), np.float32)
+    weights[0, 5:] = 0
+    return dict(tokens=ids[:, :-1], targets=ids[:, 1:], weights=weights, positions=positions, segment_ids=segments)
+
+
+# ------------------------------------------------------------------------------------------------ parameters
+
+
+@pytest.mark.parametrize("layout, count", [("GGGG", 58_544), ("AAAA", 57_984), ("GGAG", 58_404)])
+def test_the_three_matched_stacks(layout, count):
+    _, params = shapes(SEED | dict(layout=layout))
+    assert sum(a.size for a in jax.tree.leaves(params)) == count
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_parameter_has_axes(name):
+    """Each leaf is float32 and has one logical axis for each of its dims, the stack's first among a layer's."""
+    model, params = shapes(SMALL | MODELS[name])
+    axes = jax.tree_util.tree_flatten_with_path(model.logical_axes(), is_leaf=lambda x: isinstance(x, tuple))[0]
+    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    assert [path for path, _ in axes] == [path for path, _ in leaves]
+    for (path, dims), (_, leaf) in zip(axes, leaves, strict=True):
+        assert len(dims) == leaf.ndim and leaf.dtype == jnp.float32, path
+        assert (dims[0] == "layers") == (path[0].key == "layers"), path
+
+
+def test_a_draw_depends_on_depth_alone():
+    """P13: no two layers are alike, and a layer is the same whatever the others are."""
+    tree = lambda layout: jax.jit(HybridLM(SMALL | dict(layout=layout)).init)(jax.random.key(3), tokens(1, 2))
+    mixed, plain = (tree(layout)["params"]["layers"]["G"]["mixer"]["query"]["kernel"] for layout in ("GAG", "GGG"))
+    assert (mixed[0] == plain[0]).all() and (mixed[1] == plain[2]).all()
+    assert not np.allclose(plain[0], plain[1])
+
+
+def test_tied_embeddings_are_one_leaf():
+    model, params = shapes(SMALL | dict(layout="G", tied_embeddings=True))
+    assert "head" not in params
+    variables = model.init(jax.random.key(0), tokens(1, 4))
+    grads = jax.grad(lambda v: model.loss(v, batch())[0])(variables)["params"]["embed"]["embedding"]
+    unseen = np.setdiff1d(np.arange(31), batch()["tokens"])
+    assert (grads[unseen] != 0).all()  # ids that are never read still take part in every softmax
+
+
+# ------------------------------------------------------------------------------------------------ running a layout
+
+
+def test_depth_does_not_grow_the_trace():
+    """48 layers of a period trace to as many equations as 4, within a twentieth; unrolled they would not."""
+
+    def equations(layout, **options):
+        model, params = shapes(SMALL | dict(layout=layout, remat="full") | options)
+        loss = lambda p: model.loss({"params": p}, batch())[0]
+        return str(jax.make_jaxpr(jax.grad(loss))(params)).count("\n")
+
+    four, deep = equations("GGAG"), equations("(GGAG)*12")
+    assert deep < 1.05 * four + 100
+    assert equations("(GGAG)*12", scan=False) > 5 * deep
+
+
+def test_scan_and_remat_change_nothing():
+    """Scanned or not, with any remat policy: the same loss and gradients as the unrolled layers."""
+    base = SMALL | dict(layout="(GGA)*2 W", window=5)
+    variables = HybridLM(base).init(jax.random.key(0), tokens(1, 4))
+
+    def run(**options):
+        model = HybridLM(base | options)
+        return jax.jit(jax.value_and_grad(lambda v: model.loss(v, batch())[0]))(variables)
+
+    expected = run(scan=False)
+    for options in (dict(), dict(remat="full"), dict(remat="dots"), dict(remat="kernels")):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5), run(**options), expected)
+
+
+# ------------------------------------------------------------------------------------------------ the loss
+
+
+def plain_loss(model, variables, rows):
+    """What `loss` promises, from whole logits."""
+    logits = model.apply(variables, rows["tokens"], Context(rows["positions"], rows["segment_ids"])).logits
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    nats = lse - jnp.take_along_axis(logits, rows["targets"][..., None], -1)[..., 0]
+    weights = rows["weights"]
+    correct = ((logits.argmax(-1) == rows["targets"]) * weights).sum()
+    return (nats * weights).sum(), (lse**2 * weights).sum(), correct
+
+
+@pytest.mark.parametrize("chunk", [0, 3, 21, 1000])  # whole rows; 1, 7 time steps a chunk; longer than the rows
+def test_the_chunked_loss_is_the_plain_one(chunk):
+    model = HybridLM(SMALL | dict(layout="G", loss_chunk=chunk, z_loss=0.5, head_bias=True))
+    variables = model.init(jax.random.key(0), tokens(1, 4))
+
+    def chunked(v):
+        loss, aux = model.loss(v, batch())
+        return loss + aux["z_loss"], (loss, aux)
+
+    def plain(v):
+        loss, square_lse, correct = plain_loss(model, v, batch())
+        return loss + 0.5 * square_lse, (loss, dict(z_loss=0.5 * square_lse, correct=correct))
+
+    (_, (loss, aux)), grads = jax.jit(jax.value_and_grad(chunked, has_aux=True))(variables)
+    (_, (expected_loss, expected)), expected_grads = jax.jit(jax.value_and_grad(plain, has_aux=True))(variables)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    np.testing.assert_allclose([aux[k] for k in expected], list(expected.values()), rtol=1e-5)
+    assert aux["weight"] == batch()["weights"].sum()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), grads, expected_grads)
+
+
+def test_a_large_vocabulary_never_has_all_its_logits():
+    """150,000 ids, 4,096 tokens: 2.4 GB of logits; the compiled step's temporaries stay far below."""
+    model, params = shapes(dict(layout="-", width=8, heads=1, vocab_size=150_000, ffn_width=8))
+    rows = jax.tree.map(lambda a: jax.ShapeDtypeStruct((4, 1024), a.dtype), batch())
+    step = jax.jit(jax.grad(lambda p, b: model.loss({"params": p}, b)[0]))
+    memory = step.lower(params, rows).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 400e6
+
+
+def test_a_token_without_weight_may_be_anything():
+    model = HybridLM(SMALL | dict(layout="G"))
+    variables = model.init(jax.random.key(0), tokens(1, 4))
+    rows = batch()
+    other = dict(rows, targets=np.where(rows["weights"] > 0, rows["targets"], 7))
+    assert model.loss(variables, rows)[0] == model.loss(variables, other)[0]
+
+
+# ------------------------------------------------------------------------------------------------ precision
+
+
+def test_bfloat16_stays_near_float32():
+    """bf16 compute on the same float32 masters; the logits come out in float32 and near the float32 ones."""
+    config = SMALL | dict(layout="GAW", width=64, heads=4, window=6, legend=dict(G=dict(conv_width=4, gated=True)))
+    variables = HybridLM(config).init(jax.random.key(0), tokens(1, 4))
+    full, half = (
+        jax.jit(HybridLM(config | dict(dtype=dtype)).apply)(variables, tokens(4, 32)).logits
+        for dtype in ("float32", "bfloat16")
+    )
+    assert full.dtype == half.dtype == jnp.float32
+    error = jnp.sqrt(jnp.mean((full - half) ** 2) / jnp.mean(full**2))
+    assert 1e-4 < error < 0.03
+
+
+def test_state_dtype_narrows_storage_alone():
+    config = SMALL | dict(layout="GAW", window=6, state_dtype="bfloat16", legend=dict(G=dict(conv_width=4)))
+    model = HybridLM(config)
+    variables = model.init(jax.random.key(0), tokens(1, 4))
+    state = model.init_state(2, 24)
+    assert {a.dtype for a in jax.tree.leaves(state.layers)} == {jnp.dtype("bfloat16")}
+    apply = jax.jit(model.apply)
+    out = apply(variables, tokens(2, 12), None, state)
+    assert jax.tree.map(jnp.dtype, out.state.layers) == jax.tree.map(jnp.dtype, state.layers)
+    again = apply(variables, tokens(2, 12, seed=1), None, out.state).logits
+    whole = apply(variables, np.concatenate([tokens(2, 12), tokens(2, 12, seed=1)], 1)).logits[:, 12:]
+    assert jnp.sqrt(jnp.mean((again - whole) ** 2) / jnp.mean(whole**2)) < 0.02
+
+
+# ------------------------------------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        (dict(layout="GXG"), "'X'"),
+        (dict(layout="GMG"), "model.legend.M.mixer is 'mamba2', not one of attention"),
+        (dict(layout="G", legend=dict(G=dict(mixer="atention"))), "did you mean 'attention'"),
+        (dict(layout="G", legend=dict(G=dict(conv_widht=4))), "conv_widht.*did you mean 'conv_width'"),
+        (dict(layout="G", legend=dict(G=dict(conv_width="4"))), "conv_width is '4'; it must be of type int"),
+        (dict(layout="G", legend=dict(G=dict(gated=1))), "gated is 1; it must be of type bool"),
+        (dict(layout="G", widht=3), "widht"),
+    ],
+)
+def test_configs_that_mean_nothing(config, message):
+    with pytest.raises(ValueError, match=message):
+        HybridLM(SMALL | config)
+
+
+def test_shapes_that_do_not_fit():
+    model = HybridLM(SMALL | dict(layout="G"))
+    variables = model.init(jax.random.key(0), tokens(1, 4))
+    with pytest.raises(ValueError, match=r"tokens must be integers \[batch, time\]; got int32 \[1, 4, 2\]"):
+        model.apply(variables, np.zeros((1, 4, 2), np.int32))
+    with pytest.raises(ValueError, match="got float32"):
+        model.apply(variables, np.zeros((1, 4), np.float32))
+    with pytest.raises(ValueError, match=r"ctx.segment_ids has shape \(1, 5\)"):
+        model.apply(variables, tokens(1, 4), Context(np.zeros((1, 4), np.int32), np.ones((1, 5), np.int32)))
+    learned = HybridLM(SMALL | dict(layout="G", position="learned", max_positions=8))
+    with pytest.raises(ValueError, match="max_positions=8"):
+        learned.apply(learned.init(jax.random.key(0), tokens(1, 4)), tokens(1, 9))

@@ -1,0 +1,186 @@
+"""Records that survive restarts, honest rates, and a picture drawn from them."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+from hyjax.train.metrics import Logger, Throughput, describe_metrics, peak_flops, read_records
+from hyjax.train.plots import loss_plot, smooth
+
+
+def lines(workdir):
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def events(workdir):
+    """{file name: its scalar (tag, step, value) triples}."""
+    from tensorboardX.event_file_writer import EventFileWriter  # noqa: F401  (the format's own module must be there)
+    from tensorboardX.proto.event_pb2 import Event
+
+    found = {}
+    for path in sorted(workdir.glob("events.out.tfevents.*")):
+        data, position, triples = path.read_bytes(), 0, []
+        while position < len(data):
+            length = int.from_bytes(data[position : position + 8], "little")
+            event = Event.FromString(data[position + 12 : position + 12 + length])
+            triples += [(v.tag, event.step, v.simple_value) for v in event.summary.value]
+            position += 16 + length
+        found[path.name] = triples
+    return found
+
+
+def test_attempts_append_and_never_truncate_each_other(tmp_path, capsys):
+    for attempt in (1, 2, 3):  # all within a second, in one process: same clock, same pid
+        logger = Logger(tmp_path, steps=100)
+        assert logger.attempt == attempt
+        logger.log(10 * attempt, {"loss": float(attempt), "utilisation": None})
+        logger.close()
+    records = [line for line in lines(tmp_path) if line["step"] is not None]
+    assert [(r["attempt"], r["step"], r["loss"], r["split"]) for r in records] == [
+        (1, 10, 1.0, "train"),
+        (2, 20, 2.0, "train"),
+        (3, 30, 3.0, "train"),
+    ]
+    assert all(r["time"] > 1e9 and r["utilisation"] is None for r in records)
+    files = events(tmp_path)
+    assert len(files) == 3
+    assert sorted(t for triples in files.values() for t in triples) == [
+        ("train/loss", 10 * a, float(a)) for a in (1, 2, 3)
+    ]
+    assert capsys.readouterr().out.splitlines()[0] == "step  10/100  train  loss 1.0000"
+
+
+def test_a_line_cut_off_by_a_kill_costs_only_itself(tmp_path):
+    logger = Logger(tmp_path, steps=9, console=False)
+    for step in (1, 2):
+        logger.log(step, {"loss": 1.0})
+    logger.close()
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-9])
+    logger = Logger(tmp_path, steps=9, console=False)
+    logger.log(2, {"loss": 5.0})
+    logger.close()
+    assert [(r["step"], r["attempt"]) for r in read_records(tmp_path)] == [(1, 1), (2, 2)]
+
+
+def test_records_of_a_resumed_run_hold_each_step_once(tmp_path):
+    for start, stop in [(0, 5), (3, 8)]:
+        logger = Logger(tmp_path, steps=9, console=False)
+        for step in range(start + 1, stop + 1):
+            logger.log(step, {"loss": float(step)})
+            if step == 2:
+                logger.log(step, {"loss": 0.5}, split="heldout")
+        logger.log_text(stop, "sample", "a\nb")
+        logger.close()
+    train = read_records(tmp_path, "train")
+    assert [(r["step"], r["attempt"]) for r in train] == [(s, 1 if s < 4 else 2) for s in range(1, 9)]
+    assert [r["step"] for r in read_records(tmp_path, "heldout")] == [2]
+    assert read_records(tmp_path, "text")[-1]["text"] == "a\nb"
+    assert len(lines(tmp_path)) == 2 + 10 + 1 + 2  # nothing was taken out of the file itself
+
+
+def test_non_finite_numbers_are_valid_json_and_come_back(tmp_path):
+    logger = Logger(tmp_path, steps=1, console=False)
+    logger.log(1, {"loss": math.nan, "grad_norm": math.inf})
+    logger.close()
+
+    def refuse(text):
+        raise AssertionError(text)
+
+    for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=refuse)
+    record = read_records(tmp_path)[0]
+    assert math.isnan(record["loss"]) and record["grad_norm"] == math.inf
+
+
+def test_rates_leave_out_compilation_and_pauses():
+    now = [0.0]
+    rates = Throughput(forward_flops_per_token=1e6, device_kind="TPU v4", num_devices=2, clock=lambda: now[0])
+    rates.add(999)  # the step that compiles
+    now[0] = 60.0
+    assert set(rates.read().values()) == {None}
+    rates.start()
+    for _ in range(4):
+        now[0] += 0.5
+        rates.add(1000)
+        with rates.paused():
+            now[0] += 100.0
+    read = rates.read()
+    assert read["tokens_per_second"] == pytest.approx(2000)
+    assert read["model_flops_per_second"] == pytest.approx(3 * 1e6 * 2000)
+    assert read["utilisation"] == pytest.approx(6e9 / (2 * 275e12))
+    now[0] += 2.0
+    rates.add(1000)
+    assert rates.read()["tokens_per_second"] == pytest.approx(500)  # a window of its own
+    assert rates.read()["tokens_per_second"] is None
+
+
+def test_unknown_peaks_are_null_and_said_so():
+    rates = Throughput(1e6, "cpu", clock=iter([0.0, 1.0]).__next__)
+    rates.start()
+    rates.add(10)
+    read = rates.read()
+    assert read["utilisation"] is None and read["model_flops_per_second"] == pytest.approx(3e7)
+    assert "'cpu' is not known" in rates.describe()
+    assert describe_metrics(read) == "10 tokens/s  0.0 GFLOP/s"
+
+
+@pytest.mark.parametrize(
+    "kind,tflops",
+    [
+        ("TPU v5 lite", 197),
+        ("TPU v5", 459),
+        ("TPU v3", 61.5),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L4", 121),
+        ("NVIDIA GeForce RTX 2080", None),
+        ("cpu", None),
+    ],
+)
+def test_peaks(kind, tflops):
+    assert peak_flops(kind) == (None if tflops is None else tflops * 1e12)
+
+
+def test_smoothing_keeps_a_straight_line():
+    assert smooth([float(i) for i in range(500)]) == pytest.approx([float(i) for i in range(500)])
+    assert smooth([]) == [] and smooth([3.0]) == [3.0]
+
+
+def test_loss_plot(tmp_path):
+    for name in ("a", "b"):
+        logger = Logger(tmp_path / name, steps=100, console=False)
+        for step in range(1, 101):
+            logger.log(step, {"loss": 2 + 3 / step})
+        logger.log(100, {"loss": 2.1, "bits_per_byte": 3.03}, split="heldout")
+        logger.close()
+    picture = loss_plot([tmp_path / "a", tmp_path / "b"], {"gzip": 2.5}, tmp_path / "plots" / "loss.png")
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
+    with pytest.raises(ValueError, match="no run"):
+        loss_plot([], {}, tmp_path / "none.png")
+
+
+def test_training_modules_import_without_the_optional_libraries():
+    """Step, optimizer and metrics work where grain, ml_collections and tensorboardX are not installed."""
+    code = """
+import sys
+for name in ("grain", "ml_collections", "tensorboardX", "matplotlib"):
+    sys.modules[name] = None
+import tempfile
+import hyjax.train.step, hyjax.train.optimizer, hyjax.train.plots
+from hyjax.train.metrics import Logger
+logger = Logger(tempfile.mkdtemp(), steps=1)
+logger.log(1, {"loss": 1.0})
+logger.close()
+import jax
+assert not jax._src.xla_bridge._backends, "importing touched a device"
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "tensorboardX is not installed" in done.stderr
