@@ -58,11 +58,7 @@ def train(config: Mapping[str, Any], workdir: str | Path, *, profile: tuple[int,
 
     # ------------------------------------------------------------------------------------ model, data, optimizer
     model = HybridLM(config["model"])
-    try:
-        data = build(config["data"], batch_size=settings["batch_size"], seed=config["seed"])
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    _check_fit(config, data)
+    data = _build(config, model)
     mesh = _data_mesh(settings["batch_size"], settings["microbatches"])
 
     init_key, run_key = jax.random.split(jax.random.key(config["seed"]))
@@ -133,13 +129,21 @@ def train(config: Mapping[str, Any], workdir: str | Path, *, profile: tuple[int,
         logger.close()
 
 
-def _check_fit(config: Mapping[str, Any], data: Data) -> None:
-    """What only the model and the data together can get wrong."""
-    model = config["model"]
-    if tuple(model["streams"]) != data.streams:
-        raise ConfigError(f"model.streams is {tuple(model['streams'])}; the data has streams {data.streams}")
-    if model["vocab_size"] != data.vocab_size:
-        raise ConfigError(f"model.vocab_size is {model['vocab_size']}; the data has {data.vocab_size} ids")
+def _build(config: Mapping[str, Any], model: HybridLM) -> Data:
+    """The data, once it is clear that the model can be trained on it."""
+    given = config["model"]
+    try:
+        data = build(config["data"], batch_size=config["train"]["batch_size"], seed=config["seed"])
+        if tuple(given["streams"]) != data.streams:
+            raise ValueError(f"model.streams is {tuple(given['streams'])}; the data has streams {data.streams}")
+        if given["vocab_size"] != data.vocab_size:
+            raise ValueError(f"model.vocab_size is {given['vocab_size']}; the data has {data.vocab_size} ids")
+        batch = data.train.batch(0)
+        variables = jax.eval_shape(model.init, jax.random.key(0), batch["tokens"])
+        jax.eval_shape(model.loss, variables, batch)  # what an operator refuses is said before any device works
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return data
 
 
 def _data_mesh(batch_size: int, microbatches: int) -> jax.sharding.Mesh | None:
