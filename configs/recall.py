@@ -3,9 +3,9 @@
     hyjax train --config=configs/recall.py --workdir=runs/recall
     hyjax train --config=configs/recall.py:pairs=64,layout=GGGG --workdir=runs/recall_gggg_64
 
-A row shows `pairs` random (key, value) pairs, then every key once more, in another order; the model names its value. The
-three matched stacks of the reference study are GGGG, AAAA and GGAG: width 32, 4 heads of 8, 58,544, 57,984 and 58,404
-parameters. 16 epochs of 8,192 sequences (16,384 above 16 pairs) in batches of 128 are 1,024 (2,048) steps.
+A row shows `pairs` random (key, value) pairs, then every key once more, in another order; the model names its value.
+The three matched stacks of the reference study are GGGG, AAAA and GGAG: width 32, 4 heads of 8, 58,544, 57,984 and
+58,404 parameters. 16 epochs of 8,192 sequences (16,384 above 16 pairs) in batches of 128 are 1,024 (2,048) steps.
 
 Expected held-out accuracy (chance 0.031) at 16 pairs: AAAA 1.00, GGAG above 0.92, GGGG 0.92 to 0.94.
 """

@@ -1,6 +1,6 @@
 """A few million parameters on the running Python's own standard library: code, 11 MB.
 
-    hyjax train --config=configs/small.py --workdir=runs/small
+hyjax train --config=configs/small.py --workdir=runs/small
 """
 
 from hyjax.config import base

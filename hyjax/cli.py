@@ -1,28 +1,31 @@
 """The `hyjax` command: one function a sub-command, which imports what it needs only when it runs.
 
 A config is given as `--config=FILE.py[:arg]`, changed by any number of `--config.KEY=VALUE`. What a person did wrong
-is one line on stderr and exit code 2; an error in the code keeps its traceback.
+is one line on stderr and exit code 2; a run whose loss is not finite ends with 3; an error in the code keeps its
+traceback.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import json
 import os
 import re
+import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import hyjax
 from hyjax.config import ConfigError
+from hyjax.config.errors import near
 
 if TYPE_CHECKING:
     from ml_collections import FrozenConfigDict
 
 CONFIG_HELP = "a config file and, after a colon, its argument; --config.KEY=VALUE (any number) changes a key"
+NOT_FINITE = 3  # exit code of a run whose loss or gradient was not finite
 # Steps, from the first of this run, that a bare `--profile` traces: past compilation, enough to repeat.
 PROFILED = "5:10"
 
@@ -39,7 +42,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
-        hint = _near(choice[1], re.findall(r"[\w-]+", choice[2])) if choice else ""
+        hint = near(choice[1], re.findall(r"[\w-]+", choice[2])) if choice else ""
         raise UserError(f"{message}{hint} (see {self.prog} --help)")
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
@@ -48,14 +51,9 @@ class _Parser(argparse.ArgumentParser):
         for word in argv:
             name = re.split(r"[=.]", word)[0]
             if name.startswith("-") and name not in flags and not re.fullmatch(r"-\d*", name):
-                hint = _near(name, flags)
+                hint = near(name, flags)
                 raise UserError(f"{self.prog} has no flag {name}{hint} (see {self.prog} --help)")
         return self.parse_args(argv)
-
-
-def _near(word: str, words: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 # ------------------------------------------------------------------------------------------------ configs
@@ -119,8 +117,26 @@ def train(argv: Sequence[str]) -> int:
     config = _load(args.config, overrides)
     from hyjax.train import loop
 
-    loop.train(config, args.workdir, profile=args.profile)
+    try:
+        loop.train(config, args.workdir, profile=args.profile)
+    except loop.NonFiniteError as error:
+        print(f"hyjax: stopped: {error}", file=sys.stderr)
+        return NOT_FINITE
+    print(_next_commands(args.config, config.model.layout, args.workdir))
     return 0
+
+
+def _next_commands(spec: str, layout: str, workdir: str) -> str:
+    """What one may want to do after a run: see what it costs, and what its attention layers are worth."""
+    from hyjax.layout import parse
+
+    letters = "".join(parse(layout))
+    twin = re.sub("[AWL]", "G", letters)  # the same stack without attention
+    lines = ["next, for instance:", f"  hyjax plan --config={shlex.quote(spec)} --context=32768"]
+    if twin != letters:
+        other = shlex.quote(f"{workdir.rstrip('/')}_recurrent")
+        lines.append(f"  hyjax train --config={shlex.quote(spec)} --config.model.layout={twin} --workdir={other}")
+    return "\n".join([*lines, "  hyjax train --config=configs/recall.py --workdir=runs/recall"])
 
 
 def _steps(text: str) -> tuple[int, int]:
@@ -200,7 +216,7 @@ def run(argv: Sequence[str]) -> int:
         return 0
     if argv[0] not in COMMANDS:
         what = "flag" if argv[0].startswith("-") else "sub-command"
-        raise UserError(f"{argv[0]!r} is no {what} of hyjax{_near(argv[0], COMMANDS)} (see hyjax --help)")
+        raise UserError(f"{argv[0]!r} is no {what} of hyjax{near(argv[0], COMMANDS)} (see hyjax --help)")
     return COMMANDS[argv[0]](argv[1:])
 
 

@@ -73,9 +73,7 @@ def parse(layout: str) -> tuple[str, ...]:
     empty layout or bracket, and more than `MAX_LAYERS` layers.
     """
     if not isinstance(layout, str):
-        raise ValueError(
-            f"a layout must be a string such as '(GGGA)*12', not {type(layout).__name__} {layout!r}"
-        )
+        raise ValueError(f"a layout must be a string such as '(GGGA)*12', not {type(layout).__name__} {layout!r}")
     stack: list[list[str]] = [[]]  # one list of letters for each bracket that is open, the whole layout first
     opened: list[int] = []
     index, repeatable = 0, 0  # repeatable: how many of the letters at the end a "*" here would repeat
@@ -98,9 +96,7 @@ def parse(layout: str) -> tuple[str, ...]:
             index, repeatable = index + 1, len(inner)
         elif char == "*":
             if not repeatable:
-                raise _error(
-                    layout, index, "'*' must follow a letter or a closing bracket; a repeat can't be repeated"
-                )
+                raise _error(layout, index, "'*' must follow a letter or a closing bracket; a repeat can't be repeated")
             count, end = _read_count(layout, index)
             if sum(map(len, stack)) + repeatable * (count - 1) > MAX_LAYERS:
                 raise _error(layout, index, f"this repeat makes more than {MAX_LAYERS} layers")
@@ -109,9 +105,7 @@ def parse(layout: str) -> tuple[str, ...]:
         elif char.isspace():
             index += 1
         else:
-            raise _error(
-                layout, index, f"{char!r} is neither a letter, '-', a bracket nor a repeat such as '*8'"
-            )
+            raise _error(layout, index, f"{char!r} is neither a letter, '-', a bracket nor a repeat such as '*8'")
     if opened:
         raise _error(layout, opened[-1], "this bracket is never closed")
     if not stack[0]:
@@ -129,9 +123,7 @@ def kind_of(letter: str, legend: Mapping = {}) -> tuple[str | tuple[str, ...] | 
     entry = dict(legend[letter]) if letter in legend else {}
     if letter not in DEFAULT_LETTERS and "mixer" not in entry and "ffn" not in entry:
         known = " ".join(DEFAULT_LETTERS)
-        raise ValueError(
-            f"letter {letter!r} has no default: give legend.{letter} a mixer or use one of {known}"
-        )
+        raise ValueError(f"letter {letter!r} has no default: give legend.{letter} a mixer or use one of {known}")
     mixer, ffn = DEFAULT_LETTERS.get(letter, (None, "default"))
     return entry.pop("mixer", mixer), entry.pop("ffn", ffn), entry
 
@@ -159,9 +151,7 @@ def place(num_layers: int, attention: int, recurrent: str = "G", where: str = "e
     if num_layers > MAX_LAYERS:
         raise ValueError(f"num_layers must be at most {MAX_LAYERS}, not {num_layers}")
     if attention > num_layers:
-        raise ValueError(
-            f"attention={attention} is more than num_layers={num_layers}: it is a count, no ratio"
-        )
+        raise ValueError(f"attention={attention} is more than num_layers={num_layers}: it is a count, no ratio")
     if not isinstance(recurrent, str) or not is_letter(recurrent) or recurrent == "A":
         raise ValueError(f"recurrent must be one layer letter other than 'A', not {recurrent!r}")
     others = num_layers - attention
@@ -218,9 +208,7 @@ def from_megatron(pattern: str) -> tuple[str, dict[str, dict[str, str | None]]]:
         raise ValueError(f"a Megatron pattern must be a string such as 'M-M*-', not {pattern!r}")
     for index, symbol in enumerate(pattern):
         if symbol not in _MEGATRON:
-            raise _error(
-                pattern, index, f"{symbol!r} is none of the symbols {' '.join(_MEGATRON)}", "pattern"
-            )
+            raise _error(pattern, index, f"{symbol!r} is none of the symbols {' '.join(_MEGATRON)}", "pattern")
     used = [_MEGATRON[symbol] for symbol in _MEGATRON if symbol in pattern]
     legend = {letter: dict(entry) for letter, entry in used if entry}
     return "".join(_MEGATRON[symbol][0] for symbol in pattern), legend
@@ -241,9 +229,7 @@ def to_megatron(layout: str, legend: Mapping = {}) -> str:
         symbols[letter] = symbol
         first = meaning.setdefault(symbol, (letter, fields))
         if first[1] != fields:
-            raise ValueError(
-                f"{where} would be {symbol!r} like {first[0]!r}, whose fields differ from its own"
-            )
+            raise ValueError(f"{where} would be {symbol!r} like {first[0]!r}, whose fields differ from its own")
     return "".join(symbols[letter] for letter in letters)
 
 
@@ -256,9 +242,7 @@ def _megatron_symbol(where: str, letter: str, legend: Mapping) -> str:
         if entry and entry["mixer"] == mixer:
             if ffn is None:
                 return symbol
-            raise ValueError(
-                f"{where} has an FFN, which is a layer of its own there: set legend.{letter}.ffn=None"
-            )
+            raise ValueError(f"{where} has an FFN, which is a layer of its own there: set legend.{letter}.ffn=None")
     raise ValueError(f"{where} has mixer {mixer!r} and FFN {ffn!r}, for which there is no Megatron symbol")
 
 
@@ -291,15 +275,11 @@ def program(letters: Iterable[str]) -> Program:
     if len(text) > _FOLD_AT_ONCE:
         return program(text[:_FOLD_AT_ONCE]) + program(text[_FOLD_AT_ONCE:])
     n = len(text)
-    letter_cost = (
-        n + 1
-    )  # there are at most n - 1 loops, so loops only break ties between equal numbers of letters
+    letter_cost = n + 1  # there are at most n - 1 loops, so loops only break ties between equal numbers of letters
     # cost by start then end, and by end then start, so that a split is one pass over two contiguous slices
     ahead = [[0] * (n + 1) for _ in range(n + 1)]
     behind = [[0] * (n + 1) for _ in range(n + 1)]
-    choice: dict[
-        tuple[int, int], int
-    ] = {}  # > 0: split at this index; < 0: a loop over a unit of this length
+    choice: dict[tuple[int, int], int] = {}  # > 0: split at this index; < 0: a loop over a unit of this length
     for size in range(1, n + 1):
         for i in range(n - size + 1):
             j = i + size

@@ -89,7 +89,7 @@ def test_version_and_nothing(capsys):
         (["plan", "--config=FILE", "--config.model.width=33"], "model.width=33"),
         (["plan", "--config=FILE", "--config.model.layout=GG)"], "closes a bracket"),
         (["plan", "--config=FILE", "--config.model.legend.A.kv_head=2"], "model.legend.A.kv_head"),
-        (["plan", "--config=FILE", "--config.model.legend.G.mixer=atention"], "'attention'"),
+        (["plan", "--config=FILE", "--config.model.legend.G.mixer=atention"], "did you mean attention"),
         (["train", "--config=FILE"], "required: --workdir"),
         (["train", "--config=FILE", "--workdir=W", "--profile=9:3"], "START < STOP"),
         (["train", "--config=FILE", "--workdir=W", "--config.model.legend.A.gated=3"], "model.legend.A.gated"),

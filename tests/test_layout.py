@@ -254,9 +254,7 @@ def fewest(letters, known):
     """Letters traced by the best program, by plain recursion over all splits and all units."""
     if letters not in known:
         n = len(letters)
-        sizes = (
-            [n] if n == 1 else [fewest(letters[:i], known) + fewest(letters[i:], known) for i in range(1, n)]
-        )
+        sizes = [n] if n == 1 else [fewest(letters[:i], known) + fewest(letters[i:], known) for i in range(1, n)]
         units = [u for u in range(1, n) if letters[:u] * (n // u) == letters]
         known[letters] = min(sizes + [fewest(letters[:u], known) for u in units])
     return known[letters]

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hyjax.config.errors import lookup
 from hyjax.data.fingerprint import fingerprint
 from hyjax.data.loader import Loader
 from hyjax.data.packing import Corpus, PackedText
-from hyjax.data.registry import lookup
 from hyjax.data.sources import SOURCES, read_documents, split
 from hyjax.data.synthetic.recall import RecallSet
 from hyjax.data.tokenizers import Tokenizer, get_tokenizer

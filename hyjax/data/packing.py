@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from hyjax.data.registry import lookup
+from hyjax.config.errors import lookup
 from hyjax.data.sources import Document
 from hyjax.data.tokenizers import Tokenizer
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from hyjax.data.registry import lookup
+from hyjax.config.errors import lookup
 
 # Folders of the standard library that are left out: installed packages, tests, and a 700 kB file of English
 # (the `topics` source) in the middle of the code.

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from hyjax.data.registry import lookup
+from hyjax.config.errors import lookup
 
 
 class Tokenizer(Protocol):

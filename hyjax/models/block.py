@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from hyjax.config.errors import lookup, near
 from hyjax.layout import kind_of
 from hyjax.models.context import Context
 from hyjax.models.ffn import FFNS, MLP
@@ -38,9 +38,9 @@ class Layer(nn.Module):
             if state is not None and ctx.fresh is not None:
                 state = state.reset(ctx.fresh)
             y, state = self.mixer(self.mixer_norm(x), ctx, state)
-            x = x + y
+            x = x + y.astype(x.dtype)  # a legend entry may give its mixer or FFN another dtype
         if self.ffn is not None:
-            x = x + self.ffn(self.ffn_norm(x))
+            x = x + self.ffn(self.ffn_norm(x)).astype(x.dtype)
         return x, state
 
     @nn.nowrap
@@ -66,48 +66,47 @@ def build_layer(letter: str, config: Mapping[str, Any]) -> Layer:
     model's own keys, then in the module.
 
     Raises:
-      ValueError: the letter means nothing, or its legend entry names what does not exist.
+      ValueError: the letter means nothing, or its legend entry names what does not exist or does not fit.
     """
     mixer_name, ffn_name, entry = kind_of(letter, config["legend"])
     ffn_name = config["ffn"] if ffn_name == "default" else ffn_name
     key = f"model.legend.{letter}"
-    modules = (_lookup(mixer_name, MIXERS, f"{key}.mixer"), _lookup(ffn_name, FFNS, f"{key}.ffn"))
+    modules: list[Any] = [
+        None if mixer_name is None else lookup(MIXERS, mixer_name, f"{key}.mixer"),
+        None if ffn_name is None else lookup(FFNS, ffn_name, f"{key}.ffn"),
+    ]
     known = {name for module in modules if module for name in _fields(module)}
     for name in entry:
         if name not in known:
-            raise ValueError(f"{key}.{name}: {mixer_name} and {ffn_name} have no such field{_nearest(name, known)}")
+            raise ValueError(f"{key}.{name}: {mixer_name} and {ffn_name} have no such field{near(name, known)}")
+    if "width" in entry:
+        raise ValueError(f"{key}.width can't be set: every layer reads and writes a stream as wide as model.width")
+    if entry.get("position") == "learned" != config["position"]:
+        raise ValueError(f"{key}.position='learned' needs the model's table of positions: model.position='learned'")
     mixer, ffn = (None if module is None else _make(module, entry, config, key) for module in modules)
+    if mixer is not None:
+        mixer.check(lambda name: f"{key}.{name}" if name in entry else f"model.{name}")
     return Layer(mixer, ffn, config["norm"], config["norm_eps"], config["dtype"])
 
 
 def _make(module: type[nn.Module], entry: dict, config: Mapping[str, Any], key: str) -> Any:
-    values = {name: config[name] for name in _fields(module) if name in config}
-    for name, value in entry.items():
-        if name in _fields(module):
-            default = values.get(name, _fields(module)[name].default)
-            if default is not dataclasses.MISSING and not _same_type(value, default):
-                kind = type(default).__name__
-                raise ValueError(f"{key}.{name} is {value!r}; it must be of type {kind}, like {default!r}")
-            values[name] = float(value) if isinstance(default, float) else value
+    fields = _fields(module)
+    values = {name: config[name] for name in fields if name in config}
+    for name in entry.keys() & fields.keys():
+        values[name] = _like(values.get(name, fields[name].default), entry[name], f"{key}.{name}")
     return module(**values, parent=None)
 
 
-def _same_type(value: Any, default: Any) -> bool:
-    if isinstance(default, float):
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    return type(value) is type(default)
+def _like(default: Any, value: Any, key: str) -> Any:
+    """A legend's `value` in the type of the field's default; a whole number does for float."""
+    if isinstance(default, jnp.dtype):
+        return jnp.dtype(value)
+    if isinstance(default, float) and type(value) is int:
+        return float(value)
+    if default is not dataclasses.MISSING and type(value) is not type(default):
+        raise ValueError(f"{key} is {value!r}; it must be of type {type(default).__name__}, like {default!r}")
+    return value
 
 
 def _fields(module: type[nn.Module]) -> dict[str, dataclasses.Field]:
     return {f.name: f for f in dataclasses.fields(module) if f.name not in ("parent", "name")}
-
-
-def _lookup(name: Any, registry: Mapping[str, type], key: str) -> type | None:
-    if name is None or name in registry:
-        return registry[name] if name else None
-    raise ValueError(f"{key} is {name!r}, not one of {', '.join(sorted(registry))}{_nearest(name, registry)}")
-
-
-def _nearest(name: Any, known) -> str:
-    close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from flax import struct, traverse_util
 
 from hyjax.config import validate_model
+from hyjax.kernels import RESIDUAL_NAMES
 from hyjax.layout import parse, program
 from hyjax.models.block import build_layer
 from hyjax.models.context import Clock, Context, enter
@@ -34,6 +35,8 @@ REMAT_POLICIES = {
     "none": None,
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    # what only running an operator again would give
+    "kernels": jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES),
 }
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 
 from hyjax import config as configs
 from hyjax.config import ConfigError
@@ -53,7 +54,8 @@ def train(config: Mapping[str, Any], workdir: str | Path, *, profile: tuple[int,
     """
     workdir = Path(workdir)
     workdir.mkdir(parents=True, exist_ok=True)
-    jax.config.update("jax_compilation_cache_dir", str(workdir.absolute() / "compilation_cache"))
+    compilation_cache.reset_cache()  # a run before this one in the same process left its own folder open
+    compilation_cache.set_cache_dir(str(workdir.absolute() / "compilation_cache"))
     settings, steps = config["train"], config["train"]["steps"]
 
     # ------------------------------------------------------------------------------------ model, data, optimizer

@@ -4,7 +4,6 @@ Every count here (`warmup_steps`, `decay_steps`, the schedule's argument) is in 
 parameters, however many microbatches its gradient was summed over.
 """
 
-import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,6 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+
+from hyjax.config.errors import lookup, near
 
 SCHEDULES = ("cosine", "wsd", "constant")
 
@@ -54,8 +55,7 @@ def _decay_steps(optimizer_config: Mapping[str, Any], steps: int) -> int:
 
 
 def _check(name: str, peak: float, floor: float, warmup: int, decay: int, steps: int) -> None:
-    if name not in SCHEDULES:
-        raise ValueError(f"optimizer.schedule={name!r} is not one of {', '.join(SCHEDULES)}{_nearest(name, SCHEDULES)}")
+    lookup(dict.fromkeys(SCHEDULES), name, "optimizer.schedule")
     if not (math.isfinite(peak) and peak >= 0):
         raise ValueError(f"optimizer.learning_rate={peak} must be a finite number, 0 or more")
     if not 0 <= floor <= 1:
@@ -131,11 +131,6 @@ def _refuse_unmatched(params: Any, names: Sequence[str]) -> None:
         if not any(_matches(path, name) for path in paths):
             leaves = sorted({path.rsplit("/", 1)[-1] for path in paths})
             raise ValueError(
-                f"optimizer.decay names {name!r}, which no parameter is called{_nearest(name, leaves + paths)}; "
+                f"optimizer.decay names {name!r}, which no parameter is called{near(name, [*leaves, *paths])}; "
                 f"there are {', '.join(leaves)}"
             )
-
-
-def _nearest(name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
-    return f" (did you mean {close[0]!r}?)" if close else ""

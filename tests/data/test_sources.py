@@ -76,7 +76,7 @@ def test_checksum_of_a_file(tmp_path, kind):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(source="topic"), "did you mean 'topics'"),
+        (dict(source="topic"), "did you mean topics"),
         (dict(source="topics", path="x"), "data.source='text' only"),
         (dict(source="text"), "needs data.path"),
         (dict(source="text", path="{tmp}/no"), "neither a file nor a folder"),

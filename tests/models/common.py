@@ -23,12 +23,15 @@ MODELS = {
 }
 
 
+def init(model: HybridLM):
+    return jax.jit(model.init)(jax.random.key(0), np.zeros((1, 4), np.int32))
+
+
 @functools.cache
 def build(name: str):
     """(model, variables, jitted apply) of one of `MODELS`."""
     model = HybridLM(SMALL | MODELS[name])
-    variables = jax.jit(model.init)(jax.random.key(0), np.zeros((1, 4), np.int32))
-    return model, variables, jax.jit(model.apply)
+    return model, init(model), jax.jit(model.apply)
 
 
 def tokens(batch: int, length: int, seed: int = 0) -> np.ndarray:

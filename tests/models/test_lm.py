@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hyjax.models import Context, HybridLM
-from tests.models.common import MODELS, SMALL, context, tokens
+from tests.models.common import MODELS, SMALL, context, init, tokens
 
 SEED = dict(
     width=32,
@@ -25,6 +25,10 @@ def shapes(config):
     model = HybridLM(config)
     form = (1, 4, len(config["streams"])) if config.get("streams") else (1, 4)
     return model, jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct(form, jnp.int32))["params"]
+
+
+def rms(a):
+    return jnp.sqrt(jnp.mean(jnp.square(a)))
 
 
 def batch(length=24, rows=3):
@@ -58,8 +62,10 @@ def test_every_parameter_has_axes(name):
 
 def test_a_draw_depends_on_depth_alone():
     """P13: no two layers are alike, and a layer is the same whatever the others are."""
-    tree = lambda layout: jax.jit(HybridLM(SMALL | dict(layout=layout)).init)(jax.random.key(3), tokens(1, 2))
-    mixed, plain = (tree(layout)["params"]["layers"]["G"]["mixer"]["query"]["kernel"] for layout in ("GAG", "GGG"))
+    mixed, plain = (
+        init(HybridLM(SMALL | dict(layout=layout)))["params"]["layers"]["G"]["mixer"]["query"]["kernel"]
+        for layout in ("GAG", "GGG")
+    )
     assert (mixed[0] == plain[0]).all() and (mixed[1] == plain[2]).all()
     assert not np.allclose(plain[0], plain[1])
 
@@ -67,7 +73,7 @@ def test_a_draw_depends_on_depth_alone():
 def test_tied_embeddings_are_one_leaf():
     model, params = shapes(SMALL | dict(layout="G", tied_embeddings=True))
     assert "head" not in params
-    variables = model.init(jax.random.key(0), tokens(1, 4))
+    variables = init(model)
     grads = jax.grad(lambda v: model.loss(v, batch())[0])(variables)["params"]["embed"]["embedding"]
     unseen = np.setdiff1d(np.arange(31), batch()["tokens"])
     assert (grads[unseen] != 0).all()  # ids that are never read still take part in every softmax
@@ -92,7 +98,7 @@ def test_depth_does_not_grow_the_trace():
 def test_scan_and_remat_change_nothing():
     """Scanned or not, with any remat policy: the same loss and gradients as the unrolled layers."""
     base = SMALL | dict(layout="(GGA)*2 W", window=5)
-    variables = HybridLM(base).init(jax.random.key(0), tokens(1, 4))
+    variables = init(HybridLM(base))
 
     def run(**options):
         model = HybridLM(base | options)
@@ -100,7 +106,9 @@ def test_scan_and_remat_change_nothing():
 
     expected = run(scan=False)
     for options in (dict(), dict(remat="full"), dict(remat="dots"), dict(remat="kernels")):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5), run(**options), expected)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_array_less(rms(a - b), 1e-4 * rms(b) + 1e-6), run(**options), expected
+        )
 
 
 # ------------------------------------------------------------------------------------------------ the loss
@@ -119,7 +127,7 @@ def plain_loss(model, variables, rows):
 @pytest.mark.parametrize("chunk", [0, 3, 21, 1000])  # whole rows; 1, 7 time steps a chunk; longer than the rows
 def test_the_chunked_loss_is_the_plain_one(chunk):
     model = HybridLM(SMALL | dict(layout="G", loss_chunk=chunk, z_loss=0.5, head_bias=True))
-    variables = model.init(jax.random.key(0), tokens(1, 4))
+    variables = init(model)
 
     def chunked(v):
         loss, aux = model.loss(v, batch())
@@ -148,7 +156,7 @@ def test_a_large_vocabulary_never_has_all_its_logits():
 
 def test_a_token_without_weight_may_be_anything():
     model = HybridLM(SMALL | dict(layout="G"))
-    variables = model.init(jax.random.key(0), tokens(1, 4))
+    variables = init(model)
     rows = batch()
     other = dict(rows, targets=np.where(rows["weights"] > 0, rows["targets"], 7))
     assert model.loss(variables, rows)[0] == model.loss(variables, other)[0]
@@ -160,28 +168,27 @@ def test_a_token_without_weight_may_be_anything():
 def test_bfloat16_stays_near_float32():
     """bf16 compute on the same float32 masters; the logits come out in float32 and near the float32 ones."""
     config = SMALL | dict(layout="GAW", width=64, heads=4, window=6, legend=dict(G=dict(conv_width=4, gated=True)))
-    variables = HybridLM(config).init(jax.random.key(0), tokens(1, 4))
+    variables = init(HybridLM(config))
     full, half = (
         jax.jit(HybridLM(config | dict(dtype=dtype)).apply)(variables, tokens(4, 32)).logits
         for dtype in ("float32", "bfloat16")
     )
     assert full.dtype == half.dtype == jnp.float32
-    error = jnp.sqrt(jnp.mean((full - half) ** 2) / jnp.mean(full**2))
-    assert 1e-4 < error < 0.03
+    assert 1e-4 < rms(full - half) / rms(full) < 0.03
 
 
 def test_state_dtype_narrows_storage_alone():
     config = SMALL | dict(layout="GAW", window=6, state_dtype="bfloat16", legend=dict(G=dict(conv_width=4)))
     model = HybridLM(config)
-    variables = model.init(jax.random.key(0), tokens(1, 4))
+    variables = init(model)
     state = model.init_state(2, 24)
     assert {a.dtype for a in jax.tree.leaves(state.layers)} == {jnp.dtype("bfloat16")}
     apply = jax.jit(model.apply)
     out = apply(variables, tokens(2, 12), None, state)
-    assert jax.tree.map(jnp.dtype, out.state.layers) == jax.tree.map(jnp.dtype, state.layers)
+    assert jax.tree.map(lambda a: a.dtype, out.state.layers) == jax.tree.map(lambda a: a.dtype, state.layers)
     again = apply(variables, tokens(2, 12, seed=1), None, out.state).logits
     whole = apply(variables, np.concatenate([tokens(2, 12), tokens(2, 12, seed=1)], 1)).logits[:, 12:]
-    assert jnp.sqrt(jnp.mean((again - whole) ** 2) / jnp.mean(whole**2)) < 0.02
+    assert rms(again - whole) / rms(whole) < 0.02
 
 
 # ------------------------------------------------------------------------------------------------ refusals
@@ -192,8 +199,8 @@ def test_state_dtype_narrows_storage_alone():
     [
         (dict(layout="GXG"), "'X'"),
         (dict(layout="GMG"), "model.legend.M.mixer is 'mamba2', not one of attention"),
-        (dict(layout="G", legend=dict(G=dict(mixer="atention"))), "did you mean 'attention'"),
-        (dict(layout="G", legend=dict(G=dict(conv_widht=4))), "conv_widht.*did you mean 'conv_width'"),
+        (dict(layout="G", legend=dict(G=dict(mixer="atention"))), "did you mean attention"),
+        (dict(layout="G", legend=dict(G=dict(conv_widht=4))), "conv_widht.*did you mean conv_width"),
         (dict(layout="G", legend=dict(G=dict(conv_width="4"))), "conv_width is '4'; it must be of type int"),
         (dict(layout="G", legend=dict(G=dict(gated=1))), "gated is 1; it must be of type bool"),
         (dict(layout="G", widht=3), "widht"),
@@ -206,7 +213,7 @@ def test_configs_that_mean_nothing(config, message):
 
 def test_shapes_that_do_not_fit():
     model = HybridLM(SMALL | dict(layout="G"))
-    variables = model.init(jax.random.key(0), tokens(1, 4))
+    variables = init(model)
     with pytest.raises(ValueError, match=r"tokens must be integers \[batch, time\]; got int32 \[1, 4, 2\]"):
         model.apply(variables, np.zeros((1, 4, 2), np.int32))
     with pytest.raises(ValueError, match="got float32"):
@@ -215,4 +222,4 @@ def test_shapes_that_do_not_fit():
         model.apply(variables, tokens(1, 4), Context(np.zeros((1, 4), np.int32), np.ones((1, 5), np.int32)))
     learned = HybridLM(SMALL | dict(layout="G", position="learned", max_positions=8))
     with pytest.raises(ValueError, match="max_positions=8"):
-        learned.apply(learned.init(jax.random.key(0), tokens(1, 4)), tokens(1, 9))
+        learned.apply(init(learned), tokens(1, 9))

@@ -121,7 +121,10 @@ def test_padded_prompts(name, side):
     for row, prompt in enumerate(prompts):
         alone = apply(variables, prompt[None], None, model.init_state(1, T + new))
         close(out.logits[row, documents[row] > 0], alone.logits[0])
-        close(jax.tree.map(lambda a, r=row: a[:, r], out.state.layers), jax.tree.map(lambda a: a[:, 0], alone.state.layers))
+        close(
+            jax.tree.map(lambda a, r=row: a[:, r], out.state.layers),
+            jax.tree.map(lambda a: a[:, 0], alone.state.layers),
+        )
         assert batched[row] == _greedy(apply, variables, alone.logits[:, -1], alone.state, new)[0]
 
 

@@ -56,7 +56,7 @@ def test_zero_gradients_move_exactly_the_listed_leaves(names, expected):
 
 def test_a_name_in_decay_that_no_leaf_has_is_refused_only_when_it_would_matter():
     params = Bigram().init()
-    with pytest.raises(ValueError, match=r"'kernels'.*did you mean 'kernel'"):
+    with pytest.raises(ValueError, match=r"'kernels'.*did you mean kernel"):
         build(BASE | dict(weight_decay=0.1, decay=("kernel", "kernels")), 10, params)
     build(BASE | dict(decay=("kernels",)), 10, params)
     assert decay_list(params, ("ernel",))[0] == []  # a name is a whole path component
@@ -130,7 +130,7 @@ def test_schedule_corners():
 @pytest.mark.parametrize(
     "change,message",
     [
-        (dict(schedule="cosin"), "did you mean 'cosine'"),
+        (dict(schedule="cosin"), "did you mean cosine"),
         (dict(warmup_steps=101), "warmup_steps=101"),
         (dict(schedule="wsd", warmup_steps=50, decay_steps=51), "51 steps of decay"),
         (dict(final_fraction=1.5), "final_fraction=1.5"),

@@ -8,11 +8,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from hyjax.config.errors import divisors_near
 from hyjax.kernels import attention
 from hyjax.models.cache import KVCache, WindowCache
 from hyjax.models.context import Context
 from hyjax.models.layers import dense, rope, split_heads
-from hyjax.models.mixers.base import Cost, Mixer
+from hyjax.models.mixers.base import Cost, Key, Mixer, check_heads
 
 
 class Attention(Mixer):
@@ -52,7 +53,20 @@ class Attention(Mixer):
 
     @property
     def rotated(self) -> int:
-        return 2 * round(self.dims[2] * self.rope_fraction / 2) if self.position == "rope" else 0
+        """Dims of a head that RoPE turns, in pairs."""
+        dim = self.dims[2]
+        return 2 * min(round(dim * self.rope_fraction / 2), dim // 2) if self.position == "rope" else 0
+
+    @nn.nowrap
+    def check(self, key: Key) -> None:
+        check_heads(self.width, self.heads, self.head_dim, key)
+        heads, kv_heads, dim = self.dims
+        if heads % kv_heads:
+            near = divisors_near(heads, kv_heads)
+            raise ValueError(f"{key('kv_heads')}={kv_heads} must divide {key('heads')}={heads}: nearest are {near}")
+        if self.position == "rope" and not self.rotated:
+            instead = f"use at least {2 / dim:.2g}" if dim > 1 else f"set {key('position')} to 'none'"
+            raise ValueError(f"{key('rope_fraction')}={self.rope_fraction} of {dim} dims a head is no pair: {instead}")
 
     @nn.nowrap
     def init_state(self, batch: int, max_len: int) -> KVCache | WindowCache:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
+
+from hyjax.config.errors import divisors_near, multiples_near
+
+# a field -> what the config calls it: "model.heads", or "model.legend.A.heads" where the legend sets it
+Key = Callable[[str], str]
 
 
 class Cost(NamedTuple):
@@ -22,6 +28,10 @@ class Mixer(nn.Module):
     """
 
     kind: ClassVar[str]  # "attention" or "recurrence": the ledger that parameters and FLOPs are counted under
+
+    @nn.nowrap
+    def check(self, key: Key) -> None:
+        """Raises ValueError where the fields do not fit each other; types and single values are checked before."""
 
     @nn.nowrap
     def init_state(self, batch: int, max_len: int) -> Any:
@@ -42,3 +52,12 @@ class Mixer(nn.Module):
     def cost(self, seq_len: int) -> Cost:
         """Forward FLOPs per token in a row of `seq_len`."""
         raise NotImplementedError
+
+
+def check_heads(width: int, heads: int, head_dim: int, key: Key) -> None:
+    """Where `head_dim` is 0, `heads` heads share the width."""
+    if not head_dim and width % heads:
+        raise ValueError(
+            f"{key('heads')}={heads} must divide {key('width')}={width} where {key('head_dim')} is 0: "
+            f"use {divisors_near(width, heads)} heads, or a width of {multiples_near(width, heads)}"
+        )

@@ -16,7 +16,7 @@ from hyjax.kernels import linear_scan
 from hyjax.models.cache import RecurrentState
 from hyjax.models.context import Context
 from hyjax.models.layers import ShortConv, dense, split_heads
-from hyjax.models.mixers.base import Cost, Mixer
+from hyjax.models.mixers.base import Cost, Key, Mixer, check_heads
 
 
 class GatedLinearAttention(Mixer):
@@ -51,6 +51,13 @@ class GatedLinearAttention(Mixer):
         """Heads, key dims and value dims a head."""
         key_dim = self.head_dim or self.width // self.heads
         return self.heads, key_dim, self.value_dim or key_dim
+
+    @nn.nowrap
+    def check(self, key: Key) -> None:
+        check_heads(self.width, self.heads, self.head_dim, key)
+        for name in ("value_dim", "conv_width", "chunk_size"):
+            if (value := getattr(self, name)) < 0:
+                raise ValueError(f"{key(name)}={value} must be at least 0")
 
     @property
     def channels(self) -> int:

@@ -1,0 +1,1 @@
+"""The operator `attention`: see api.py."""

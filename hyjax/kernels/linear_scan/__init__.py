@@ -1,0 +1,1 @@
+"""The operator `linear_scan`: see api.py."""

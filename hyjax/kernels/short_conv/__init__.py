@@ -1,0 +1,1 @@
+"""The operator `short_conv`: see api.py."""
