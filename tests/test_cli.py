@@ -30,7 +30,10 @@ def config(tmp_path):
 def calls(monkeypatch):
     """Stands in for the training loop; what it was called with."""
     seen: list = []
-    loop = types.SimpleNamespace(train=lambda config, workdir, *, profile=None: seen.append((config, workdir, profile)))
+    loop = types.SimpleNamespace(
+        train=lambda config, workdir, *, profile=None: seen.append((config, workdir, profile)),
+        NonFiniteError=type("NonFiniteError", (RuntimeError,), {}),
+    )
     monkeypatch.setitem(sys.modules, "hyjax.train.loop", loop)
     monkeypatch.setattr(hyjax.train, "loop", loop, raising=False)
     return seen
@@ -142,6 +145,23 @@ def test_faults_of_the_code_keep_their_traceback(config, monkeypatch, calls):
     monkeypatch.setattr(hyjax.train.loop, "train", broken)
     with pytest.raises(ValueError, match="broadcast"):
         cli.main(["train", f"--config={config}", "--workdir=W"])
+
+
+def test_a_loss_that_is_not_finite_is_exit_code_3(config, monkeypatch, calls, capsys):
+    def broken(*args, **options):
+        raise hyjax.train.loop.NonFiniteError("step 7 is not finite")
+
+    monkeypatch.setattr(hyjax.train.loop, "train", broken)
+    assert cli.main(["train", f"--config={config}", "--workdir=W"]) == 3
+    assert capsys.readouterr().err == "hyjax: stopped: step 7 is not finite\n"
+
+
+def test_what_to_try_next(config, calls, capsys):
+    """A stack with attention names its twin without; its layout is one letter a layer, so the shell needs no quotes."""
+    cli.main(["train", f"--config={config}", "--config.model.layout=(GGAW)*2 -", "--workdir=W/"])
+    assert "--config.model.layout=GGGGGGGG- --workdir=W_recurrent" in capsys.readouterr().out
+    cli.main(["train", f"--config={config}", "--config.model.layout=GG", "--workdir=W"])
+    assert "_recurrent" not in capsys.readouterr().out
 
 
 def test_bench_step(monkeypatch):

@@ -24,8 +24,8 @@ def document_index(segment_ids: jax.Array) -> jax.Array:
     last = last_valid(valid)
     before = jnp.pad(last, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
     previous_id = jnp.take_along_axis(segment_ids, jnp.maximum(before, 0), axis=1)
-    starts = valid & (before >= 0) & (segment_ids != previous_id)
-    return jnp.cumsum(starts.astype(jnp.int32), axis=1)
+    first = valid & (before >= 0) & (segment_ids != previous_id)
+    return jnp.cumsum(first.astype(jnp.int32), axis=1)
 
 
 def starts(segment_ids: jax.Array) -> jax.Array:
