@@ -31,6 +31,7 @@ def get_config(arg=""):
             position="learned",
             max_positions=128,
             head_bias=True,
+            remat="kernels",
         ),
         data=dict(source="recall", num_pairs=arg.pairs, seq_len=2 * arg.pairs, train_sequences=sequences),
         optimizer=dict(learning_rate=3e-3, schedule="constant", b2=0.999, clip_norm=0.0),

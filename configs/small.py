@@ -8,7 +8,7 @@ from hyjax.config import base
 
 def get_config(arg=""):
     return base(
-        model=dict(layout="(GGAG)*2", width=192, heads=6, legend=dict(G=dict(conv_width=4))),
+        model=dict(layout="(GGAG)*2", width=192, heads=6, legend=dict(G=dict(conv_width=4)), remat="kernels"),
         data=dict(source="stdlib", seq_len=512, heldout=0.1),
         optimizer=dict(learning_rate=3e-3, warmup_steps=100, weight_decay=0.1),
         train=dict(steps=4000, batch_size=8, log_every=50, checkpoint_every=500),

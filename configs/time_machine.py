@@ -27,6 +27,7 @@ def get_config(arg=""):
             position="learned",
             max_positions=128,
             head_bias=True,
+            remat="kernels",
         ),
         data=dict(
             source="text",

@@ -31,7 +31,9 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        return dense(self.width, "down", self.dtype)(self.activation(dense(self.hidden, "up", self.dtype)(x)))
+        h = dense(self.hidden, "up", self.dtype)(x)
+        # the backward pass keeps h and works the activation out again: cheaper than to keep what it is made of
+        return dense(self.width, "down", self.dtype)(jax.checkpoint(self.activation)(h))
 
     def activation(self, x: jax.Array) -> jax.Array:
         raise NotImplementedError
@@ -72,8 +74,11 @@ class SwiGLU(MLP):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        gate = nn.silu(dense(self.hidden, "gate", self.dtype)(x))
-        return dense(self.width, "down", self.dtype)(gate * dense(self.hidden, "up", self.dtype)(x))
+        gate, up = (dense(self.hidden, name, self.dtype)(x) for name in ("gate", "up"))
+        return dense(self.width, "down", self.dtype)(jax.checkpoint(self.product)(gate, up))
+
+    def product(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        return nn.silu(gate) * up
 
     @nn.nowrap
     def logical_axes(self) -> dict[str, tuple]:

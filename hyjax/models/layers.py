@@ -18,9 +18,28 @@ from hyjax.models.context import Context
 NORMS = ("rmsnorm", "layernorm")
 
 
-def dense(features: int, name: str, dtype, *, use_bias: bool = False) -> nn.Dense:
-    """x [..., D] -> [..., features]; kernel [D, features] drawn with variance 1/D."""
-    return nn.Dense(features, use_bias=use_bias, dtype=dtype, param_dtype=jnp.float32, name=name)
+class Dense(nn.Module):
+    """x [..., D] -> x · kernel (+ bias), [..., features]; kernel [D, features] drawn with variance 1/D.
+
+    Tokens are one dim in the product: for the kernel's gradient, a sum over batch and time as two dims, XLA's CPU
+    backend takes five times as long.
+    """
+
+    features: int
+    dtype: Any = jnp.float32
+    bias_init: nn.initializers.Initializer | None = None  # None: no bias
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[-1], self.features), jnp.float32)
+        y = x.reshape(-1, x.shape[-1]).astype(self.dtype) @ kernel.astype(self.dtype)
+        if self.bias_init is not None:
+            y += self.param("bias", self.bias_init, (self.features,), jnp.float32).astype(self.dtype)
+        return y.reshape(*x.shape[:-1], self.features)
+
+
+def dense(features: int, name: str, dtype) -> Dense:
+    return Dense(features, dtype, name=name)
 
 
 def norm(kind: str, eps: float, dtype, name: str | None = None) -> nn.Module:

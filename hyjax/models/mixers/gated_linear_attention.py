@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from hyjax.kernels import linear_scan
 from hyjax.models.cache import RecurrentState
 from hyjax.models.context import Context
-from hyjax.models.layers import ShortConv, dense, split_heads
+from hyjax.models.layers import Dense, ShortConv, dense, split_heads
 from hyjax.models.mixers.base import Cost, Key, Mixer, check_heads
 
 
@@ -111,7 +111,7 @@ class GatedLinearAttention(Mixer):
     def _gate(self, x: jax.Array) -> jax.Array:
         """The gate before its softplus, [B,T,H], in float32: what it keeps is a product over the document."""
         bias = nn.initializers.constant(self.gate_bias)
-        return nn.Dense(self.heads, dtype=jnp.float32, bias_init=bias, name="gate")(x)
+        return Dense(self.heads, jnp.float32, bias, name="gate")(x)
 
     @nn.nowrap
     def logical_axes(self) -> dict[str, tuple]:
