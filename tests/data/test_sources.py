@@ -2,12 +2,14 @@
 
 import hashlib
 import random
+import re
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hyjax.data.sources import SMALLEST_SECTION, Document, read_documents, sections, split
+from hyjax.data.sources import SMALLEST_SECTION, Document, read_documents, sections, split, without_repeats
 
 MANY = [Document(f"d{i}", f"text number {i}".encode()) for i in range(400)]
 
@@ -23,11 +25,36 @@ def test_stdlib_is_code_without_tests_and_packages():
     assert sum(len(document.text) for document in documents) > 5e6
 
 
-def test_topics_one_document_a_topic():
+def test_topics_one_document_a_topic_and_nothing_twice():
+    """Every kept paragraph is the topic's own, in its order; every paragraph of any topic is said once by some."""
     from pydoc_data.topics import topics
 
     documents = read_documents("topics")
-    assert {document.name: document.text.decode() for document in documents} == topics
+    words = lambda text: [" ".join(part.split()) for part in re.split(r"\n\s*\n", text)]
+    said = Counter()
+    for document in documents:
+        own, given = words(document.text.decode()), iter(words(topics[document.name]))
+        assert all(paragraph in given for paragraph in own)  # a subsequence: `in` walks the iterator on
+        said.update({paragraph for paragraph in own if len(paragraph) >= 40})
+    assert max(said.values()) == 1
+    dropped = {p for text in topics.values() for p in words(text) if len(p) >= 40} - said.keys()
+    assert sum(map(len, dropped)) < 0.01 * sum(map(len, said))
+
+
+def test_held_out_topics_do_not_stand_in_the_training_text():
+    train, heldout = (b"\n".join(d.text for d in side) for side in split(read_documents("topics"), 0.1))
+    spans = [heldout[i : i + 64] for i in range(0, len(heldout) - 64, 97)]
+    assert sum(span in train for span in spans) < 0.02 * len(spans)
+
+
+def test_without_repeats_keeps_the_longest_saying():
+    long = Document("long", b"A paragraph that is long enough to be a repeat.\n\nShort one.\n\n" + b"x" * 300)
+    quote = Document("a", b"  A paragraph that is long\n  enough to be a repeat.\n\nShort one.\n\n" + b"y" * 250)
+    gone = Document("gone", b"A paragraph that is long enough to be a repeat.")
+    assert without_repeats([quote, gone, long]) == [
+        Document("a", b"Short one.\n\n" + b"y" * 250 + b"\n"),
+        Document("long", long.text + b"\n"),
+    ]
 
 
 def test_folder_is_sorted_filtered_and_skips_hidden(tmp_path):
