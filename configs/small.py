@@ -11,6 +11,6 @@ def get_config(arg=""):
         model=dict(layout="(GGAG)*2", width=192, heads=6, legend=dict(G=dict(conv_width=4)), remat="kernels"),
         data=dict(source="stdlib", seq_len=512, heldout=0.1),
         optimizer=dict(learning_rate=3e-3, warmup_steps=100, weight_decay=0.1),
-        train=dict(steps=4000, batch_size=8, log_every=50, checkpoint_every=500),
-        eval=dict(every=500, batches=32, prompt="def "),
+        train=dict(steps=1200, batch_size=8, log_every=50, checkpoint_every=300),
+        eval=dict(every=300, batches=24, prompt="def "),
     )

@@ -16,7 +16,7 @@ Sampler = Callable[[Any, jax.typing.ArrayLike, jax.Array], jax.Array]
 
 
 def make_sampler(model: HybridLM, new_tokens: int, temperature: float) -> Sampler:
-    """Jitted `sample(params, prompt, key)`: `new_tokens` ids that follow each row of int32 prompts [B,T].
+    """Jitted `sample(params, prompt, key)`: `new_tokens` (at least 1) ids that follow each row of int32 prompts [B,T].
 
     Each is drawn from softmax(logits / temperature); temperature 0 takes the most likely. Rows are independent.
     """
@@ -31,15 +31,15 @@ def make_sampler(model: HybridLM, new_tokens: int, temperature: float) -> Sample
         variables = {"params": params}
         state = model.init_state(prompt.shape[0], prompt.shape[1] + new_tokens)
         out = model.apply(variables, prompt, None, state)
-        first, *rest = jax.random.split(key, max(new_tokens, 1))
-        token = draw(out.logits[:, -1], first)
+        keys = jax.random.split(key, new_tokens)
+        token = draw(out.logits[:, -1], keys[0])
 
         def step(carry: tuple[Any, jax.Array], key: jax.Array) -> tuple[tuple[Any, jax.Array], jax.Array]:
             state, token = carry
             out = model.apply(variables, token[:, None], None, state)
             return (out.state, draw(out.logits[:, -1], key)), token
 
-        (_, last), tokens = lax.scan(step, (out.state, token), jnp.array(rest) if rest else jnp.zeros((0, 2)))
-        return jnp.concatenate([tokens, last[None]]).T[:, :new_tokens]
+        (_, last), tokens = lax.scan(step, (out.state, token), keys[1:])
+        return jnp.concatenate([tokens, last[None]]).T
 
     return sample

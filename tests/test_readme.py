@@ -1,5 +1,6 @@
 """Every command of the README is run: cut short where it trains, as it stands elsewhere."""
 
+import os
 import re
 import shlex
 import subprocess
@@ -7,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.conftest import QUICK_TO_COMPILE
 
 ROOT = Path(__file__).parents[1]
 # the flags that turn a run of minutes into one of seconds; everything else of the command stays
@@ -46,7 +49,12 @@ def test_commands_run(command, tmp_path):
     if words[0] == "train":
         words = [re.sub(r"^--workdir=", f"--workdir={tmp_path}/", word) for word in words] + SHORT
     done = subprocess.run(
-        [sys.executable, "-m", "hyjax.cli", *words], cwd=ROOT, capture_output=True, text=True, timeout=200
+        [sys.executable, "-m", "hyjax.cli", *words],
+        cwd=ROOT,
+        env=os.environ | {"XLA_FLAGS": QUICK_TO_COMPILE},
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()

@@ -108,7 +108,7 @@ def test_bytes_that_targets_stand_for():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="did you mean 'best_fit'"):
+    with pytest.raises(ValueError, match="did you mean best_fit"):
         PackedText(corpus_of(["ab"]), "bestfit", 4)
     with pytest.raises(ValueError, match="seq_len=0"):
         PackedText(corpus_of(["ab"]), "windows", 0)

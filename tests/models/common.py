@@ -19,7 +19,7 @@ MODELS = {
     "window": dict(layout="W", window=5, kv_heads=2),
     "gated-linear": dict(layout="G", legend=dict(G=G)),
     "gated-linear-options": dict(layout="G", legend=dict(G=G | dict(conv_width=4, gated=True, value_dim=6))),
-    "hybrid": dict(layout="(GGAW)*2 -", window=5, legend=dict(G=dict(conv_width=3, chunk_size=8))),
+    "hybrid": dict(layout="(GAW)*2 -", window=5, legend=dict(G=dict(conv_width=3, chunk_size=8))),
 }
 
 

@@ -16,6 +16,7 @@ from hyjax import config as configs
 from hyjax.config import ConfigError
 from hyjax.train import loop
 from hyjax.train.metrics import Logger, read_records
+from tests.conftest import QUICK_TO_COMPILE
 
 STEPS = 8
 
@@ -120,7 +121,7 @@ def test_kill_9(text, tmp_path):
     )
     workdir = tmp_path / "run"
     command = [sys.executable, "-m", "hyjax.cli", "train", f"--config={file}", f"--workdir={workdir}"]
-    environment = os.environ | {"XLA_FLAGS": ""}
+    environment = os.environ | {"XLA_FLAGS": QUICK_TO_COMPILE}
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
         deadline = time.monotonic() + 120
         while not _has_checkpoint(workdir) and process.poll() is None and time.monotonic() < deadline:
