@@ -1,12 +1,17 @@
-"""A few million parameters on the running Python's own standard library: code, 11 MB.
+"""A few million parameters on the running Python's own standard library: 10.7 MB of code, read half once.
 
-hyjax train --config=configs/small.py --workdir=runs/small
+    hyjax train --config=configs/small.py --workdir=runs/small
+
+3.7 M parameters, 1,200 steps of 4,096 bytes (4.9 MB): SMALL_TIME on two CPU cores.
+
+Expected held-out bits per byte: SMALL_BPB, below gzip -9's 2.06 and a byte trigram's 2.73 on the same files. The curve is
+in experiments/small.png.
 """
 
 from hyjax.config import base
 
 
-def get_config(arg=""):
+def get_config():
     return base(
         model=dict(layout="(GGAG)*2", width=192, heads=6, legend=dict(G=dict(conv_width=4)), remat="kernels"),
         data=dict(source="stdlib", seq_len=512, heldout=0.1),

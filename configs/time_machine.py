@@ -38,5 +38,5 @@ def get_config(arg=""):
         ),
         optimizer=dict(learning_rate=3e-3, schedule="constant", b2=0.999, clip_norm=0.0),
         train=dict(steps=WINDOWS // BATCH, batch_size=BATCH, log_every=50, checkpoint_every=400),
-        eval=dict(every=200, prompt="the time traveller "),
+        eval=dict(every=200, prompt="the time traveller ", sample_tokens=100),
     )

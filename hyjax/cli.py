@@ -122,21 +122,23 @@ def train(argv: Sequence[str]) -> int:
     except loop.NonFiniteError as error:
         print(f"hyjax: stopped: {error}", file=sys.stderr)
         return NOT_FINITE
-    print(_next_commands(args.config, config.model.layout, args.workdir))
+    print(_next_commands(args.config, overrides, config.model.layout, args.workdir))
     return 0
 
 
-def _next_commands(spec: str, layout: str, workdir: str) -> str:
+def _next_commands(spec: str, overrides: Sequence[str], layout: str, workdir: str) -> str:
     """What one may want to do after a run: see what it costs, and what its attention layers are worth."""
     from hyjax.layout import parse
 
     letters = "".join(parse(layout))
     twin = re.sub("[AWL]", "G", letters)  # the same stack without attention
-    lines = ["next, for instance:", f"  hyjax plan --config={shlex.quote(spec)} --context=32768"]
+    config = [f"--config={spec}", *overrides]
+    commands = [["plan", *config, "--context=32768"]]
     if twin != letters:
-        other = shlex.quote(f"{workdir.rstrip('/')}_recurrent")
-        lines.append(f"  hyjax train --config={shlex.quote(spec)} --config.model.layout={twin} --workdir={other}")
-    return "\n".join([*lines, "  hyjax train --config=configs/recall.py --workdir=runs/recall"])
+        other = f"{workdir.rstrip('/')}_recurrent"
+        commands.append(["train", *config, f"--config.model.layout={twin}", f"--workdir={other}"])
+    commands.append(["train", "--config=configs/recall.py", "--workdir=runs/recall"])
+    return "\n".join(["next, for instance:", *(f"  hyjax {shlex.join(words)}" for words in commands)])
 
 
 def _steps(text: str) -> tuple[int, int]:

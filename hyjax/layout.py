@@ -125,7 +125,10 @@ def kind_of(letter: str, legend: Mapping = {}) -> tuple[str | tuple[str, ...] | 
         known = " ".join(DEFAULT_LETTERS)
         raise ValueError(f"letter {letter!r} has no default: give legend.{letter} a mixer or use one of {known}")
     mixer, ffn = DEFAULT_LETTERS.get(letter, (None, "default"))
-    return entry.pop("mixer", mixer), entry.pop("ffn", ffn), entry
+    mixer, ffn = entry.pop("mixer", mixer), entry.pop("ffn", ffn)
+    if mixer is None and ffn is None:
+        raise ValueError(f"letter {letter!r} is neither mixer nor FFN: give legend.{letter} one of them")
+    return mixer, ffn, entry
 
 
 # ---- placement rules

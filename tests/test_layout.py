@@ -220,7 +220,7 @@ def test_megatron_examples():
         ("-W", {"W": {"ffn": None}}, "layer 2, 'W', has mixer 'window_attention'"),
         ("--V", {"V": {"ffn": None}}, "layer 3"),
         ("H", {"H": {"mixer": ("attention", "mamba2"), "ffn": None}}, "no Megatron symbol"),
-        ("-", {"-": {"ffn": None}}, "no Megatron symbol"),
+        ("-", {"-": {"ffn": None}}, "'-' is neither mixer nor FFN"),
         (
             "AB",
             {"A": {"ffn": None}, "B": {"mixer": "attention", "ffn": None, "heads": 2}},

@@ -1,4 +1,4 @@
-"""Every command of the README is run: cut short where it trains, as it stands elsewhere."""
+"""Every command of the README's bash blocks is run: cut short where it trains, as it stands elsewhere."""
 
 import os
 import re

@@ -233,7 +233,7 @@ def _check_together(config: Mapping) -> None:
         most = f"more than train.steps={steps} allows after the warm-up: {steps - warmup}"
         raise ConfigError(f"optimizer.decay_steps={decay} is {most}")
     for name in optimizer["decay"]:
-        if not name.isidentifier():
+        if not all(part.isidentifier() for part in name.split("/")):
             raise ConfigError(f"optimizer.decay: {show(name)} is no leaf's name; write ('kernel', 'weight')")
     rows, length = model["max_positions"], data["seq_len"]
     if model["position"] == "learned" and length > rows:

@@ -51,7 +51,9 @@ class Loader:
         self.endless = seed is not None
         if self.endless:
             # Shuffling per epoch and *then* batching: rows that don't fill a batch lead the next epoch's first.
-            stream = grain.MapDataset.source(rows).shuffle(seed).repeat()
+            # "Endless" is 2**40 rows: a length that no run reaches and that grain can still multiply.
+            epochs = -(-(2**40) // len(rows))
+            stream = grain.MapDataset.source(rows).shuffle(seed).repeat(epochs)
         else:
             stream = grain.MapDataset.source(_Padded(rows, batch_size))
         self._batches = stream.batch(batch_size)

@@ -57,7 +57,10 @@ def read_documents(source: str, *, path: str = "", checksum: str = "", glob: str
     reader = lookup(SOURCES, source, "data.source")
     if source != "text" and (path or checksum):
         raise ValueError(f"data.path and data.checksum are read by data.source='text' only, not by {source!r}")
-    documents = [document for document in reader(path, checksum, glob) if document.text]
+    try:
+        documents = [document for document in reader(path, checksum, glob) if document.text]
+    except (OSError, RuntimeError, NotImplementedError) as error:  # what pathlib makes of an impossible path or glob
+        raise ValueError(f"data.path={path[:80]!r} with data.glob={glob!r} can't be read: {error}") from error
     if not documents:
         raise ValueError(f"data.source={source!r} holds no text: {path or 'this Python has no such files'}")
     return documents

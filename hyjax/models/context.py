@@ -39,8 +39,8 @@ class Context:
 
     Attributes:
       positions: int32 [B,T], the position of each token in its document (what RoPE and tables read).
-      segment_ids: int32 [B,T] or None (one document, no padding). Inside the model the ids are
-        renumbered: 1 is the document that an earlier call left open, 2, 3, … those that begin here.
+      segment_ids: int32 [B,T] or None (no padding, and the document that is open goes on). Inside the model the ids
+        are renumbered: 1 is the document that an earlier call left open, 2, 3, … those that begin here.
       time: int32 [B,T], how many tokens of the row (padding not counted) stand before this one.
       clock: the row's clock at entry.
       fresh: bool [B], whether the row's first document here is not the one an earlier call left open.
@@ -64,16 +64,17 @@ def enter(ctx: Context | None, clock: Clock | None, batch: int, length: int) -> 
     if ctx is None and clock is None:
         return Context(jnp.broadcast_to(steps, (batch, length)), None), None
     stateless, clock = clock is None, Clock.zeros(batch) if clock is None else clock
-    if ctx is None:
-        positions = clock.position[:, None] + steps
-        ids = jnp.broadcast_to(jnp.maximum(clock.segment, 1)[:, None], (batch, length))
-    else:
-        positions, ids = (jnp.asarray(a, jnp.int32) for a in (ctx.positions, ctx.segment_ids))
+    open_id = jnp.where(clock.segment == 0, 1, clock.segment)[:, None]
+    ids = jnp.broadcast_to(open_id, (batch, length))
+    positions = clock.position[:, None] + steps
+    if ctx is not None:
+        positions = jnp.asarray(ctx.positions, jnp.int32)
+        ids = ids if ctx.segment_ids is None else jnp.asarray(ctx.segment_ids, jnp.int32)
         for name, a in (("positions", positions), ("segment_ids", ids)):
             if a.shape != (batch, length):
                 raise ValueError(f"ctx.{name} has shape {a.shape}; the tokens ask for {(batch, length)}")
 
-    valid = ids > 0
+    valid = ids != 0
     # the index (1-based) of the last token up to and including each column, 0 before the first
     last = lax.cummax(jnp.where(valid, steps + 1, 0), axis=1)
     before = jnp.pad(last, ((0, 0), (1, 0)))[:, :-1]

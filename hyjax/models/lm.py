@@ -78,7 +78,9 @@ class HybridLM:
         self.config = config = validate_model(model_config)
         self.letters = parse(config["layout"])
         arithmetic = {name: jnp.dtype(config[name]) for name in ("dtype", "state_dtype")}
-        self.layers = {letter: build_layer(letter, config | arithmetic) for letter in sorted(set(self.letters))}
+        # letters of the legend that the layout leaves out are built too: what is wrong with them is wrong
+        layers = {x: build_layer(x, config | arithmetic) for x in sorted({*self.letters, *config["legend"]})}
+        self.layers = {letter: layers[letter] for letter in sorted(set(self.letters))}
         self.program = program(self.letters) if config["scan"] else self.letters
         self.dtype = arithmetic["dtype"]
         self.final_norm = norm(config["norm"], config["norm_eps"], self.dtype)
@@ -166,7 +168,8 @@ class HybridLM:
 
         Returns:
           `Output`. With a state, aux["overflow"] (bool [B]) tells which rows now hold more tokens than it has room
-          for; what did not fit was dropped.
+          for (what did not fit was dropped) or positions past a learned table. Token ids are not looked at: one
+          outside the vocabulary reads the nearest row, as JAX's indexing does.
 
         Raises:
           ValueError: shapes that do not fit, or (outside jit) a state without room for the call's tokens.
@@ -176,7 +179,9 @@ class HybridLM:
 
     def hidden(self, variables, tokens, ctx=None, state=None) -> tuple[jax.Array, State | None, dict[str, jax.Array]]:
         """As `apply`, but stops before the head: (x [B,T,D] after the final norm, state, aux)."""
+        tokens = jnp.asarray(tokens)
         self._check_tokens(tokens)
+        self._check_state(state, tokens.shape[0])
         params, config = variables["params"], self.config
         inside, clock = enter(ctx, None if state is None else state.clock, *tokens.shape[:2])
         x = self._embed(params, tokens, inside)
@@ -191,7 +196,8 @@ class HybridLM:
         x = jnp.asarray(self.final_norm.apply({"params": params["final_norm"]}, x))
         if state is None or clock is None:
             return x, None, {}
-        return x, State(states, clock, state.capacity), self._overflow(clock, state.capacity)
+        full = self._overflow(clock, state.capacity) | (inside.positions >= self._last_position).any(axis=1)
+        return x, State(states, clock, state.capacity), {"overflow": full}
 
     def logits(self, variables: Mapping[str, Any], x: jax.Array) -> jax.Array:
         """The head: x [..., D] -> logits [..., V]."""
@@ -228,11 +234,7 @@ class HybridLM:
         else:
             x = take(tables["embedding"], tokens)
         if config["position"] == "learned":
-            if tokens.shape[1] > config["max_positions"]:
-                limit = config["max_positions"]
-                raise ValueError(
-                    f"{tokens.shape[1]} tokens a row exceed model.max_positions={limit}, the table's length"
-                )
+            self._check_positions(ctx.positions)
             x = x + take(params["positions"]["embedding"], ctx.positions)
         return x
 
@@ -243,9 +245,26 @@ class HybridLM:
             form = f"[batch, time, {streams}]" if streams else "[batch, time]"
             raise ValueError(f"tokens must be integers {form}; got {tokens.dtype} {list(tokens.shape)}")
 
-    def _overflow(self, clock: Clock, capacity: int | None) -> dict[str, jax.Array]:
+    def _check_state(self, state: State | None, batch: int) -> None:
+        if state is not None and state.clock.time.shape != (batch,):
+            raise ValueError(f"the state is of {state.clock.time.shape[0]} rows; the tokens are of {batch}")
+
+    @property
+    def _last_position(self) -> int:
+        """The first position that the model has no place for."""
+        return self.config["max_positions"] if self.config["position"] == "learned" else 2**31 - 1
+
+    def _check_positions(self, positions: jax.Array) -> None:
+        """A look-up past the table's end would be the last row's, without a word."""
+        length, rows = positions.shape[1], self._last_position
+        known = not isinstance(positions, jax.core.Tracer)
+        if length > rows or (known and int(positions.max()) >= rows):
+            last = int(positions.max()) if known else length - 1
+            raise ValueError(f"position {last} is past the table of model.max_positions={rows} positions")
+
+    def _overflow(self, clock: Clock, capacity: int | None) -> jax.Array:
         if capacity is None:
-            return {"overflow": jnp.zeros(clock.time.shape, bool)}
+            return jnp.zeros(clock.time.shape, bool)
         if not isinstance(clock.time, jax.core.Tracer) and int(clock.time.max()) > capacity:
             raise ValueError(f"a row holds {int(clock.time.max())} tokens, but the state has room for {capacity}")
-        return {"overflow": clock.time > capacity}
+        return clock.time > capacity

@@ -41,11 +41,12 @@ def chunked_cross_entropy(
     length = x.shape[1]
 
     def sums(x: jax.Array, targets: jax.Array, weights: jax.Array) -> dict[str, jax.Array]:
+        # a token without weight may be anything, NaN included: it is left out, not multiplied by zero
+        x = jnp.where((weights > 0)[..., None], x, 0)
         logits = head(x).astype(jnp.float32)
         lse = jax.nn.logsumexp(logits, axis=-1)
         target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-        # a token without weight may be anything, NaN included: it is left out, not multiplied by zero
-        total = lambda a: jnp.sum(jnp.where(weights > 0, a * weights, 0.0))
+        total = lambda a: jnp.sum(a * weights)
         hit = (logits.argmax(axis=-1) == targets).astype(jnp.float32)
         return {
             "loss": total(lse - target),

@@ -12,9 +12,10 @@ in the checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,9 @@ from hyjax.train.plots import loss_plot
 from hyjax.train.profile import StepTrace
 from hyjax.train.step import TrainState, create_state, diagnose, make_eval_step, make_train_step, replicate
 
+# Keys of the model that change how it is computed, not what: a run may go on with others.
+SAME_FUNCTION = ("model.remat", "model.scan", "model.implementation", "model.loss_chunk", "model.state_dtype")
+
 
 class NonFiniteError(RuntimeError):
     """A loss or a gradient was not finite: the message names the step and the first tensor that is not."""
@@ -53,7 +57,8 @@ def train(config: Mapping[str, Any], workdir: str | Path, *, profile: tuple[int,
       NonFiniteError: a loss or gradient was not finite; the parameters on disk are those before that step.
     """
     workdir = Path(workdir)
-    workdir.mkdir(parents=True, exist_ok=True)
+    with _as_config_errors():
+        (workdir / "checkpoints").mkdir(parents=True, exist_ok=True)
     compilation_cache.reset_cache()  # a run before this one in the same process left its own folder open
     compilation_cache.set_cache_dir(str(workdir.absolute() / "compilation_cache"))
     settings, steps = config["train"], config["train"]["steps"]
@@ -65,8 +70,9 @@ def train(config: Mapping[str, Any], workdir: str | Path, *, profile: tuple[int,
 
     init_key, run_key = jax.random.split(jax.random.key(config["seed"]))
     params = jax.jit(model.init)(init_key, data.train.batch(0)["tokens"][:1])["params"]
-    schedule = optimizers.schedule(config["optimizer"], steps)
-    optimizer = optimizers.build(config["optimizer"], steps, params)
+    with _as_config_errors():
+        schedule = optimizers.schedule(config["optimizer"], steps)
+        optimizer = optimizers.build(config["optimizer"], steps, params)
     state = create_state(params, optimizer, run_key)
     state = state if mesh is None else replicate(state, mesh)
     train_step = make_train_step(model, optimizer, schedule, settings["microbatches"], mesh)
@@ -74,7 +80,8 @@ def train(config: Mapping[str, Any], workdir: str | Path, *, profile: tuple[int,
 
     # ------------------------------------------------------------------------------------ resume
     checkpointer = Checkpointer(workdir / "checkpoints", settings["keep"])
-    found = checkpointer.restore_latest(state)
+    with _as_config_errors():
+        found = checkpointer.restore_latest(state)
     if found is not None:
         _check_same_run(found, config, data)
         state = found.state
@@ -134,18 +141,34 @@ def train(config: Mapping[str, Any], workdir: str | Path, *, profile: tuple[int,
 def _build(config: Mapping[str, Any], model: HybridLM) -> Data:
     """The data, once it is clear that the model can be trained on it."""
     given = config["model"]
-    try:
+    with _as_config_errors():
         data = build(config["data"], batch_size=config["train"]["batch_size"], seed=config["seed"])
         if tuple(given["streams"]) != data.streams:
             raise ValueError(f"model.streams is {tuple(given['streams'])}; the data has streams {data.streams}")
+        if given["position"] == "learned" and data.tokenizer and config["eval"]["sample_tokens"]:
+            longest = len(_prompt(config, data)) + config["eval"]["sample_tokens"]
+            if longest > given["max_positions"]:
+                raise ValueError(
+                    f"eval.sample_tokens and the prompt need {longest} positions; model.max_positions is"
+                    f" {given['max_positions']}"
+                )
         if given["vocab_size"] != data.vocab_size:
             raise ValueError(f"model.vocab_size is {given['vocab_size']}; the data has {data.vocab_size} ids")
         batch = data.train.batch(0)
         variables = jax.eval_shape(model.init, jax.random.key(0), batch["tokens"])
         jax.eval_shape(model.loss, variables, batch)  # what an operator refuses is said before any device works
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+        if not data.heldout.num_targets:
+            raise ValueError("data.heldout leaves no token to predict: hold out more, or longer documents")
     return data
+
+
+@contextlib.contextmanager
+def _as_config_errors() -> Iterator[None]:
+    """What is refused in here is the config, the data or the workdir, not a fault of the code."""
+    try:
+        yield
+    except (ValueError, RuntimeError, OSError) as error:
+        raise ConfigError(str(error)) from error
 
 
 def _data_mesh(batch_size: int, microbatches: int) -> jax.sharding.Mesh | None:
@@ -164,7 +187,11 @@ def _data_mesh(batch_size: int, microbatches: int) -> jax.sharding.Mesh | None:
 
 
 def _check_same_run(found: Restored, config: Mapping[str, Any], data: Data) -> None:
-    """Refuses to go on with other data: its order is part of the run."""
+    """Refuses to go on with another model, or with other data, whose order is part of the run."""
+    here = json.loads(configs.to_json(config))
+    for key, old, new in configs.diff(found.extra["config"], here):
+        if key.startswith("model.") and key not in SAME_FUNCTION:
+            raise ConfigError(f"the workdir holds a run with {key}={old!r}, not {new!r}: choose another --workdir")
     changed = fingerprint_diff(found.extra["data"], data.fingerprint)
     if changed:
         raise ConfigError(f"the workdir holds a run on other data: {' '.join(changed)} Choose another --workdir.")
@@ -205,7 +232,8 @@ def _make_evaluate(eval_step: Callable, data: Data) -> Callable[[Any, int | None
         for index in chosen:
             for name, value in jax.device_get(eval_step(params, data.heldout.batch(int(index)))).items():
                 sums[name] = sums.get(name, 0.0) + float(value)
-        result = {"loss": sums["loss"] / sums["weight"], "accuracy": sums["correct"] / sums["weight"]}
+        tokens = sums["weight"] or math.nan  # a few batches may hold none that counts
+        result = {"loss": sums["loss"] / tokens, "accuracy": sums["correct"] / tokens}
         if data.heldout.num_bytes:
             per_byte = data.heldout.num_targets / data.heldout.num_bytes
             result["bits_per_byte"] = result["loss"] * per_byte / math.log(2)
@@ -214,13 +242,19 @@ def _make_evaluate(eval_step: Callable, data: Data) -> Callable[[Any, int | None
     return evaluate
 
 
+def _prompt(config: Mapping[str, Any], data: Data) -> np.ndarray:
+    """Ids of eval.prompt; where it is empty, what stands before a document: the end of another, or a space."""
+    text, tokenizer = config["eval"]["prompt"], data.tokenizer
+    assert tokenizer is not None
+    return tokenizer.encode(text) if text else np.array([tokenizer.eos or 0], np.int32)
+
+
 def _make_sampler(config: Mapping[str, Any], model: HybridLM, data: Data) -> Callable[[Any, int], str] | None:
     """`sample(params, step)` -> text; None where the data is no text or no sample is asked for."""
     settings, tokenizer = config["eval"], data.tokenizer
     if tokenizer is None or not settings["sample_tokens"]:
         return None
-    # without a prompt, what stands before a document: the end of another, or a space
-    prompt = tokenizer.encode(settings["prompt"]) if settings["prompt"] else np.array([tokenizer.eos or 0], np.int32)
+    prompt = _prompt(config, data)
     sampler = make_sampler(model, settings["sample_tokens"], settings["temperature"])
     key = jax.random.key(config["seed"])
 
@@ -247,9 +281,9 @@ def _report(
     logger.print(f"held-out, whole set: {describe_metrics(result)}" if config["eval"]["final"] else "")
     for name, bits in others.items():
         logger.print(f"  {name:<12} {bits:.4f} bits/byte on the same text")
-    title = f"{config['model']['layout']} on {config['data']['source']}"
-    plot = loss_plot([workdir], others, workdir / "loss.png", title)
     summary = {"step": config["train"]["steps"], "heldout": dict(result), "baselines": others}
     (workdir / "result.json").write_text(json.dumps(summary, indent=2) + "\n")
+    title = f"{config['model']['layout']} on {config['data']['source']}"
+    plot = loss_plot([workdir], others, workdir / "loss.png", title)
     logger.print(f"loss curve: {plot}")
     return summary

@@ -240,7 +240,7 @@ def _parse(content: bytes) -> list[dict[str, Any]]:
     for line in content.decode("utf-8", errors="replace").splitlines():
         with contextlib.suppress(json.JSONDecodeError):  # cut off by a kill
             record = json.loads(line)
-            if isinstance(record, dict) and "attempt" in record:
+            if isinstance(record, dict) and isinstance(record.get("attempt"), int):
                 records.append({k: _NAMED.get(v, v) if isinstance(v, str) else v for k, v in record.items()})
     return records
 

@@ -224,3 +224,9 @@ def test_synthetic_tasks_load_without_grain_or_jax():
         "assert 'flax' not in sys.modules and 'ml_collections' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_batches_of_one_row():
+    loader = make(batch_size=1).train
+    first = next(loader.batches(3))
+    assert all((first[key] == loader.batch(3)[key]).all() for key in first)

@@ -294,3 +294,15 @@ def test_refusals(change, message):
     arrays = {n: jnp.zeros(s, jnp.int32 if n in integer else jnp.float32) for n, s in shapes.items()}
     with pytest.raises(ValueError, match=message):
         attention(**arrays, **options)
+
+
+def test_positions_may_be_unsigned():
+    """Positions are subtracted: of an unsigned dtype they must not wrap round and let the future in."""
+    q, k, v = (jax.random.normal(key, (1, 6, 2, 4)) for key in jax.random.split(jax.random.key(0), 3))
+    positions = jnp.arange(6)[None]
+    call = lambda dtype, implementation: attention(
+        q, k, v, window=3, implementation=implementation,
+        q_positions=positions.astype(dtype), kv_positions=positions.astype(dtype),
+    )  # fmt: skip
+    for implementation in ("reference", "xla"):
+        np.testing.assert_array_equal(call(jnp.uint8, implementation), call(jnp.int32, implementation))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from hyjax.models import Context, HybridLM
+from hyjax.models.loss import chunked_cross_entropy
 from tests.models.common import MODELS, SMALL, context, init, tokens
 
 SEED = dict(
@@ -154,7 +155,23 @@ def test_a_large_vocabulary_never_has_all_its_logits():
     assert memory.temp_size_in_bytes < 400e6
 
 
-def test_a_token_without_weight_may_be_anything():
+def test_a_token_without_weight_has_no_gradient():
+    """What the head reads may be NaN there: value and gradients are those of the other tokens."""
+    head = jnp.ones((4, 7))
+    weights = jnp.array([[1.0, 0.0, 1.0]])
+
+    def loss(x, head):
+        return chunked_cross_entropy(x, jnp.zeros((1, 3), int), weights, lambda x: x @ head, 2)["loss"]
+
+    x = jnp.arange(12.0).reshape(1, 3, 4)
+    poisoned = x.at[0, 1].set(jnp.nan)
+    (value, grads), (expected, plain) = (jax.value_and_grad(loss, (0, 1))(a, head) for a in (poisoned, x))
+    assert value == expected
+    jax.tree.map(np.testing.assert_array_equal, grads, plain)
+    assert (grads[0][0, 1] == 0).all()
+
+
+def test_a_token_without_weight_may_have_any_target():
     model = HybridLM(SMALL | dict(layout="G"))
     variables = init(model)
     rows = batch()
@@ -204,6 +221,8 @@ def test_state_dtype_narrows_storage_alone():
         (dict(layout="G", legend=dict(G=dict(conv_width="4"))), "conv_width is '4'; it must be of type int"),
         (dict(layout="G", legend=dict(G=dict(gated=1))), "gated is 1; it must be of type bool"),
         (dict(layout="G", widht=3), "widht"),
+        (dict(layout="G", legend=dict(A=dict(kv_hedas=2))), "kv_hedas.*did you mean kv_heads"),  # though no A is laid
+        (dict(layout="G", legend=dict(G=dict(mixer=None, ffn=None))), "'G' is neither mixer nor FFN"),
     ],
 )
 def test_configs_that_mean_nothing(config, message):
@@ -220,6 +239,31 @@ def test_shapes_that_do_not_fit():
         model.apply(variables, np.zeros((1, 4), np.float32))
     with pytest.raises(ValueError, match=r"ctx.segment_ids has shape \(1, 5\)"):
         model.apply(variables, tokens(1, 4), Context(np.zeros((1, 4), np.int32), np.ones((1, 5), np.int32)))
-    learned = HybridLM(SMALL | dict(layout="G", position="learned", max_positions=8))
-    with pytest.raises(ValueError, match="max_positions=8"):
-        learned.apply(init(learned), tokens(1, 9))
+    with pytest.raises(ValueError, match="the state is of 2 rows; the tokens are of 1"):
+        model.apply(variables, tokens(1, 4), None, model.init_state(2, 8))
+
+
+def test_a_learned_table_ends():
+    """A look-up past it would read its last row: it raises, or says so in `overflow` where positions are traced."""
+    model = HybridLM(SMALL | dict(layout="G", position="learned", max_positions=8))
+    variables = init(model)
+    with pytest.raises(ValueError, match=r"position 8 is past the table of model.max_positions=8 positions"):
+        model.apply(variables, tokens(1, 9))
+    apply = jax.jit(model.apply)
+    out = apply(variables, tokens(1, 8), None, model.init_state(1, 9))
+    assert not out.aux["overflow"].any()
+    assert apply(variables, tokens(1, 1), None, out.state).aux["overflow"].all()
+    with pytest.raises(ValueError, match="position 8 is past"):
+        model.apply(variables, tokens(1, 1), None, out.state)
+
+
+def test_segment_ids_are_any_numbers_but_zero():
+    """Negative ids name documents as others do; no ids is one document."""
+    model = HybridLM(SMALL | dict(layout="GA"))
+    variables, ids = init(model), tokens(1, 6)
+    positions, segments = context([[1, 1, 1, 2, 2, 2]])
+    apply = jax.jit(model.apply)
+    signed = apply(variables, ids, Context(positions, np.where(segments == 1, -7, 5))).logits
+    np.testing.assert_array_equal(signed, apply(variables, ids, Context(positions, segments)).logits)
+    whole = apply(variables, ids, Context(np.arange(6)[None], None)).logits
+    np.testing.assert_allclose(whole, apply(variables, ids).logits, rtol=1e-5, atol=1e-5)

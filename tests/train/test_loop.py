@@ -141,15 +141,17 @@ def _has_checkpoint(workdir: Path) -> bool:
     return folder.exists() and any(p.name.isdecimal() for p in folder.iterdir())
 
 
-def test_microbatches_and_devices_change_nothing(straight, text, tmp_path):
-    """G1 on the real model: 8 devices, or 2 of 16 rows in 2 microbatches of the same rows, give the same losses."""
-    small = tiny(text, train=dict(batch_size=16, steps=2), eval=dict(every=0, final=False, sample_tokens=0))
-    split = tiny(
-        text, train=dict(batch_size=16, steps=2, microbatches=2), eval=dict(every=0, final=False, sample_tokens=0)
-    )
-    loop.train(small, tmp_path / "one")
-    loop.train(split, tmp_path / "two")
-    np.testing.assert_allclose(losses(tmp_path / "one"), losses(tmp_path / "two"), rtol=1e-5)
+def test_microbatches_and_devices_change_nothing(text, tmp_path, monkeypatch):
+    """G1, G2: the same rows on eight devices, in two microbatches there, and on one device give the same numbers."""
+    quick = dict(eval=dict(every=0, final=False, sample_tokens=0))
+    whole, split = (tiny(text, train=dict(batch_size=16, steps=2, microbatches=n), **quick) for n in (1, 2))
+    loop.train(whole, tmp_path / "eight")
+    loop.train(split, tmp_path / "microbatches")
+    monkeypatch.setattr(loop, "_data_mesh", lambda *sizes: None)
+    loop.train(whole, tmp_path / "one")
+    expected = losses(tmp_path / "one")
+    np.testing.assert_allclose(losses(tmp_path / "eight"), expected, rtol=1e-5)
+    np.testing.assert_allclose(losses(tmp_path / "microbatches"), expected, rtol=1e-5)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(text, tmp_path):
@@ -169,10 +171,33 @@ def test_what_does_not_fit_is_refused(straight, text, tmp_path):
         with pytest.raises(ConfigError) as error:
             loop.train(tiny(text, **sections), tmp_path)
         assert message in str(error.value)
+    with pytest.raises(ConfigError, match="'kernls', which no parameter is called"):
+        loop.train(tiny(text, optimizer=dict(decay=("kernls",))), tmp_path)
+    learned = dict(position="learned", max_positions=40)
+    with pytest.raises(ConfigError, match="sample_tokens and the prompt need 54 positions"):
+        loop.train(tiny(text, model=learned, eval=dict(sample_tokens=50)), tmp_path)
+    with pytest.raises(ConfigError, match=r"Not a directory|File exists"):
+        loop.train(tiny(text), text / "00.txt")
+    with pytest.raises(ConfigError, match=r"model.layout='GA', not 'AG': choose another --workdir"):
+        loop.train(tiny(text, model=dict(layout="AG")), straight[0])
     with pytest.raises(ConfigError, match=r"run on other data: data seq_len was 32 and is 16"):
         loop.train(tiny(text, data=dict(seq_len=16)), straight[0])
     with pytest.raises(ConfigError, match="is at step 8"):
         loop.train(tiny(text, train=dict(steps=5)), straight[0])
+
+
+def test_what_only_changes_how_it_is_computed_may_change(text, tmp_path):
+    """A run goes on with another remat policy, says so, and its damaged last checkpoint is no fault of the code."""
+    quick = dict(eval=dict(every=0, final=False, sample_tokens=0))
+    loop.train(tiny(text, train=dict(steps=2), **quick), tmp_path)
+    loop.train(tiny(text, train=dict(steps=3), model=dict(remat="full", scan=False), **quick), tmp_path)
+    assert [row[0] for row in losses(tmp_path)] == [1, 2, 3]
+    for folder in (tmp_path / "checkpoints").iterdir():
+        for file in folder.rglob("*"):
+            if file.is_file():
+                file.write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"no checkpoint in .* can be read"):
+        loop.train(tiny(text, train=dict(steps=4), **quick), tmp_path)
 
 
 def test_profile_writes_a_trace(text, tmp_path):

@@ -70,6 +70,8 @@ def attention(
     if q_positions is None or kv_positions is None:
         q_positions = jnp.arange(kv_len - q_len, kv_len)[None]
         kv_positions = jnp.arange(kv_len)[None]
+    # signed, since positions are subtracted
+    q_positions, kv_positions = q_positions.astype(jnp.int32), kv_positions.astype(jnp.int32)
     if segment_ids is not None and kv_segment_ids is None:
         kv_segment_ids = segment_ids
     options = xla.Options(causal, window, float(scale), None if soft_cap is None else float(soft_cap))
