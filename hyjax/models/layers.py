@@ -18,12 +18,17 @@ from hyjax.models.context import Context
 NORMS = ("rmsnorm", "layernorm")
 
 
-class Dense(nn.Module):
-    """x [..., D] -> x · kernel (+ bias), [..., features]; kernel [D, features] drawn with variance 1/D.
+def tokens_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """x [..., D] · kernel [D, F] -> [..., F], the tokens as one dim.
 
-    Tokens are one dim in the product: for the kernel's gradient, a sum over batch and time as two dims, XLA's CPU
-    backend takes five times as long.
+    The kernel's gradient is a sum over the tokens; over batch and time as two dims it takes XLA's CPU backend five
+    times as long.
     """
+    return (x.reshape(-1, x.shape[-1]) @ kernel).reshape(*x.shape[:-1], kernel.shape[-1])
+
+
+class Dense(nn.Module):
+    """x [..., D] -> x · kernel (+ bias), [..., features]; kernel [D, features] drawn with variance 1/D."""
 
     features: int
     dtype: Any = jnp.float32
@@ -32,10 +37,10 @@ class Dense(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         kernel = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[-1], self.features), jnp.float32)
-        y = x.reshape(-1, x.shape[-1]).astype(self.dtype) @ kernel.astype(self.dtype)
+        y = tokens_product(x.astype(self.dtype), kernel.astype(self.dtype))
         if self.bias_init is not None:
             y += self.param("bias", self.bias_init, (self.features,), jnp.float32).astype(self.dtype)
-        return y.reshape(*x.shape[:-1], self.features)
+        return y
 
 
 def dense(features: int, name: str, dtype) -> Dense:

@@ -26,7 +26,7 @@ from hyjax.kernels import RESIDUAL_NAMES
 from hyjax.layout import parse, program
 from hyjax.models.block import build_layer
 from hyjax.models.context import Clock, Context, enter
-from hyjax.models.layers import norm, norm_axes
+from hyjax.models.layers import norm, norm_axes, tokens_product
 from hyjax.models.loss import chunk_length, chunked_cross_entropy
 from hyjax.models.stack import run
 
@@ -184,6 +184,8 @@ class HybridLM:
         self._check_state(state, tokens.shape[0])
         params, config = variables["params"], self.config
         inside, clock = enter(ctx, None if state is None else state.clock, *tokens.shape[:2])
+        if config["position"] == "learned":
+            self._check_positions(inside.positions, counted=ctx is None and state is None)
         x = self._embed(params, tokens, inside)
 
         def layer(kind, params, x, state):
@@ -201,11 +203,9 @@ class HybridLM:
 
     def logits(self, variables: Mapping[str, Any], x: jax.Array) -> jax.Array:
         """The head: x [..., D] -> logits [..., V]."""
-        params = variables["params"]
-        if self.config["tied_embeddings"]:
-            y = jnp.einsum("...d,vd->...v", x, params["embed"]["embedding"].astype(x.dtype))
-        else:
-            y = jnp.einsum("...d,dv->...v", x, params["head"]["kernel"].astype(x.dtype))
+        params, tied = variables["params"], self.config["tied_embeddings"]
+        kernel = params["embed"]["embedding"].T if tied else params["head"]["kernel"]
+        y = tokens_product(x, kernel.astype(x.dtype))
         return y + params["head"]["bias"].astype(x.dtype) if self.config["head_bias"] else y
 
     def loss(
@@ -234,7 +234,6 @@ class HybridLM:
         else:
             x = take(tables["embedding"], tokens)
         if config["position"] == "learned":
-            self._check_positions(ctx.positions)
             x = x + take(params["positions"]["embedding"], ctx.positions)
         return x
 
@@ -254,13 +253,20 @@ class HybridLM:
         """The first position that the model has no place for."""
         return self.config["max_positions"] if self.config["position"] == "learned" else 2**31 - 1
 
-    def _check_positions(self, positions: jax.Array) -> None:
-        """A look-up past the table's end would be the last row's, without a word."""
-        length, rows = positions.shape[1], self._last_position
-        known = not isinstance(positions, jax.core.Tracer)
-        if length > rows or (known and int(positions.max()) >= rows):
-            last = int(positions.max()) if known else length - 1
-            raise ValueError(f"position {last} is past the table of model.max_positions={rows} positions")
+    def _check_positions(self, positions: jax.Array, counted: bool) -> None:
+        """A look-up past the table's end would be the last row's, without a word.
+
+        `counted`: positions are 0, 1, …, and so known though they are traced.
+        """
+        if counted:
+            least, most = 0, positions.shape[1] - 1
+        elif isinstance(positions, jax.core.Tracer):
+            return
+        else:
+            least, most = int(positions.min()), int(positions.max())
+        if least < 0 or most >= self._last_position:
+            wrong = least if least < 0 else most
+            raise ValueError(f"position {wrong} is not in the table of model.max_positions={self._last_position}")
 
     def _overflow(self, clock: Clock, capacity: int | None) -> jax.Array:
         if capacity is None:

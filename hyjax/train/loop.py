@@ -65,7 +65,7 @@ def train(config: Mapping[str, Any], workdir: str | Path, *, profile: tuple[int,
 
     # ------------------------------------------------------------------------------------ model, data, optimizer
     model = HybridLM(config["model"])
-    data = _build(config, model)
+    data = _build_data(config, model)
     mesh = _data_mesh(settings["batch_size"], settings["microbatches"])
 
     init_key, run_key = jax.random.split(jax.random.key(config["seed"]))
@@ -86,9 +86,10 @@ def train(config: Mapping[str, Any], workdir: str | Path, *, profile: tuple[int,
         _check_same_run(found, config, data)
         state = found.state
     start = int(state.step)
-    logger = Logger(workdir, steps)
+    with _as_config_errors():
+        logger = Logger(workdir, steps)
+        (workdir / "config.json").write_text(configs.to_json(config))
     logger.print("\n".join(_describe(config, model, data, params, found)))
-    (workdir / "config.json").write_text(configs.to_json(config))
     extra = {"config": json.loads(configs.to_json(config)), "data": data.fingerprint}
 
     # ------------------------------------------------------------------------------------ train
@@ -138,7 +139,7 @@ def train(config: Mapping[str, Any], workdir: str | Path, *, profile: tuple[int,
         logger.close()
 
 
-def _build(config: Mapping[str, Any], model: HybridLM) -> Data:
+def _build_data(config: Mapping[str, Any], model: HybridLM) -> Data:
     """The data, once it is clear that the model can be trained on it."""
     given = config["model"]
     with _as_config_errors():
@@ -278,7 +279,8 @@ def _report(
 ) -> dict[str, Any]:
     """Draws the loss, sets the baselines beside the model, and writes both down."""
     others = baselines(data)
-    logger.print(f"held-out, whole set: {describe_metrics(result)}" if config["eval"]["final"] else "")
+    part = "the whole set" if config["eval"]["final"] else f"{config['eval']['batches']} batches"
+    logger.print(f"held-out, {part}: {describe_metrics(result)}")
     for name, bits in others.items():
         logger.print(f"  {name:<12} {bits:.4f} bits/byte on the same text")
     summary = {"step": config["train"]["steps"], "heldout": dict(result), "baselines": others}

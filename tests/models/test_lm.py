@@ -247,13 +247,17 @@ def test_a_learned_table_ends():
     """A look-up past it would read its last row: it raises, or says so in `overflow` where positions are traced."""
     model = HybridLM(SMALL | dict(layout="G", position="learned", max_positions=8))
     variables = init(model)
-    with pytest.raises(ValueError, match=r"position 8 is past the table of model.max_positions=8 positions"):
+    with pytest.raises(ValueError, match=r"position 8 is not in the table of model.max_positions=8"):
         model.apply(variables, tokens(1, 9))
     apply = jax.jit(model.apply)
     out = apply(variables, tokens(1, 8), None, model.init_state(1, 9))
     assert not out.aux["overflow"].any()
     assert apply(variables, tokens(1, 1), None, out.state).aux["overflow"].all()
-    with pytest.raises(ValueError, match="position 8 is past"):
+    packed = Context(*context([[1] * 8 + [2] * 8]))
+    assert apply(variables, tokens(1, 16), packed).logits.shape == (1, 16, 31)
+    with pytest.raises(ValueError, match="position -1 is not in"):
+        model.apply(variables, tokens(1, 1), Context(np.array([[-1]]), np.array([[1]])))
+    with pytest.raises(ValueError, match="position 8 is not in"):
         model.apply(variables, tokens(1, 1), None, out.state)
 
 
