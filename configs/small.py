@@ -2,9 +2,9 @@
 
     hyjax train --config=configs/small.py --workdir=runs/small
 
-3.7 M parameters, 1,200 steps of 4,096 bytes (4.9 MB): SMALL_TIME on two CPU cores.
+3.7 M parameters, 1,200 steps of 4,096 bytes (4.9 MB): 19 min on two CPU cores.
 
-Expected held-out bits per byte: SMALL_BPB, below gzip -9's 2.06 and a byte trigram's 2.73 on the same files. The curve
+Expected held-out bits per byte: 1.59, below gzip -9's 2.06 and a byte trigram's 2.73 on the same files. The curve
 is experiments/small.png.
 """
 
