@@ -6,7 +6,7 @@ The text is Project Gutenberg's no. 35 in the form that the checksum names (178,
 is one space, in lower case: 28 ids. The three matched stacks of `recall.py` (GGGG, AAAA, GGAG) see 51,200 windows of
 128 characters in batches of 64: 800 steps.
 
-Expected held-out loss: 1.7 to 1.9 nats a character for each of the three.
+Expected held-out loss in nats a character: GGGG 1.606, GGAG 1.610, AAAA 1.842, a minute each on two CPU cores.
 """
 
 from hyjax.config import base, parse_arg
