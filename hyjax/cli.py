@@ -168,7 +168,7 @@ def plan(argv: Sequence[str]) -> int:
     from hyjax.cost import plan as plans
 
     with _user_facing():
-        result = plans.plan(config.model, args.context or plans.training_length(config), args.batch)
+        result = plans.plan(config.model, args.context or config.data.seq_len, args.batch)
     if args.json:
         print(json.dumps(result, indent=2))
     else:

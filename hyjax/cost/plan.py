@@ -21,12 +21,6 @@ from hyjax.models import HybridLM
 PIPED_WIDTH = 160
 
 
-def training_length(config: Mapping[str, Any]) -> int:
-    """Tokens a row that a whole config trains on."""
-    data = config["data"]
-    return 2 * data["num_pairs"] if data["source"] == "recall" else data["seq_len"]
-
-
 def plan(model_config: Mapping[str, Any], context: int, batch: int = 1) -> dict[str, Any]:
     """The plan of a model, ready for `json.dumps`. Layers and attention positions count from 1.
 

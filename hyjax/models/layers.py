@@ -21,8 +21,8 @@ NORMS = ("rmsnorm", "layernorm")
 def tokens_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """x [..., D] · kernel [D, F] -> [..., F], the tokens as one dim.
 
-    The kernel's gradient is a sum over the tokens; over batch and time as two dims it takes XLA's CPU backend five
-    times as long.
+    The kernel's gradient is a sum over the tokens, which XLA's CPU backend does much slower over batch and time as
+    two dims: 25 ms against 4 for an MLP of 32 and 128 on 128 rows of 128 tokens, on two cores.
     """
     return (x.reshape(-1, x.shape[-1]) @ kernel).reshape(*x.shape[:-1], kernel.shape[-1])
 

@@ -1,12 +1,21 @@
 """The benchmark compares forms that compute the same thing."""
 
 import json
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
 from hyjax.bench import step
+from hyjax.config import load
+
+
+def test_the_model_is_that_of_the_seed_experiment():
+    """The benchmark's own copy of the stack says what the shipped config says."""
+    shipped = load(f"{Path(__file__).parents[2]}/configs/recall.py:pairs=64,layout=GGGG").model
+    assert {name: shipped[name] for name in step.MODEL} == step.MODEL
+    assert shipped.max_positions == step.CASES[0].length
 
 
 @pytest.fixture

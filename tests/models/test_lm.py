@@ -1,25 +1,18 @@
 """The whole model: parameters, how a layout is run, the chunked loss, precision, and what it refuses."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hyjax.config import load
 from hyjax.models import Context, HybridLM
 from hyjax.models.loss import chunked_cross_entropy
 from tests.models.common import MODELS, SMALL, context, init, tokens
 
-SEED = dict(
-    width=32,
-    heads=4,
-    norm="layernorm",
-    ffn="gelu",
-    position="learned",
-    max_positions=128,
-    streams=(64, 33),
-    vocab_size=32,
-    head_bias=True,
-)
+ROOT = Path(__file__).parents[2]
 
 
 def shapes(config):
@@ -45,7 +38,7 @@ def batch(length=24, rows=3):
 
 @pytest.mark.parametrize("layout, count", [("GGGG", 58_544), ("AAAA", 57_984), ("GGAG", 58_404)])
 def test_the_three_matched_stacks(layout, count):
-    _, params = shapes(SEED | dict(layout=layout))
+    _, params = shapes(load(f"{ROOT}/configs/recall.py:pairs=64,layout={layout}").model)
     assert sum(a.size for a in jax.tree.leaves(params)) == count
 
 
