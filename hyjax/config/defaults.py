@@ -36,10 +36,13 @@ DEFAULTS: dict[str, Any] = {
     },
     "data": {
         "source": "topics",
-        "path": "",  # source="text": a file or a folder
+        "path": "",  # source="text": a file or a folder; source="corpus": the folder that `hyjax data tokenize` made
         "checksum": "",  # of that file: sha256 or sha1, in hex
         "glob": "*",  # which files of that folder
-        "tokenizer": "bytes",
+        "mixture": (),  # source="mixture": sources by name, "text:PATH" and "corpus:PATH" with where they lie
+        "weights": (),  # of each source of the mixture, its share of the rows
+        "tokenizer": "auto",  # auto: the corpus's own, else bytes; or a path to a JSON file of `tokenizers`
+        "eos": "",  # the token of that file that ends a document; empty: one of the well-known names
         "seq_len": 256,
         "packing": "windows",
         "heldout": 0.1,  # fraction of documents, chosen by hash
@@ -68,8 +71,16 @@ DEFAULTS: dict[str, Any] = {
         "batch_size": 16,
         "microbatches": 1,
         "log_every": 10,
+        "init_from": "",  # a workdir or an export whose parameters a new run starts from
+        "resume": "auto",  # auto: go on from the workdir's checkpoint, or start where there is none; must: go on
         "checkpoint_every": 200,
-        "keep": 2,
+        "keep": 2,  # the newest
+        "keep_every": 0,  # and the steps that are multiples of it; 0: none
+        "keep_best": 0,  # and so many with the least held-out loss, which is then measured at every checkpoint
+        "verify": True,  # read each checkpoint back and compare it before it counts
+        "grace_seconds": 20,  # from SIGTERM until the process is gone, if need be without the loop's consent
+        "stall_seconds": 600,  # the longest that a step, an evaluation's batch or a save may take
+        "start_seconds": 3600,  # and the first step, which is compiled
     },
     "eval": {
         "every": 200,  # 0: never during training
@@ -89,10 +100,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.state_dtype": ("float32", "bfloat16"),
     "model.remat": ("none", "full", "dots", "kernels"),
     "model.implementation": ("auto", "reference", "xla", "pallas"),
-    "data.source": ("topics", "stdlib", "text", "recall"),
-    "data.tokenizer": ("bytes", "letters"),
+    "data.source": ("topics", "stdlib", "bible", "text", "corpus", "mixture", "recall"),
     "data.packing": ("windows", "best_fit"),
     "optimizer.schedule": ("cosine", "wsd", "constant"),
+    "train.resume": ("auto", "must"),
 }
 
 # What the message says, and the test.
@@ -120,10 +131,17 @@ RANGES: dict[str, Range] = {
     "optimizer.b2": _BELOW_ONE,
     "optimizer.weight_decay": _ZERO_UP,
     "optimizer.clip_norm": _ZERO_UP,
+    "train.keep_every": _ZERO_UP,
+    "train.keep_best": _ZERO_UP,
     "eval.every": _ZERO_UP,
     "eval.sample_tokens": _ZERO_UP,
     "eval.temperature": _ZERO_UP,
 }
 
 # What a tuple holds, and so what an empty one would.
-ELEMENTS: dict[str, type] = {"model.streams": int, "optimizer.decay": str}
+ELEMENTS: dict[str, type] = {
+    "model.streams": int,
+    "data.mixture": str,
+    "data.weights": float,
+    "optimizer.decay": str,
+}

@@ -14,6 +14,10 @@ from hyjax import layout as layout_language
 from hyjax.config.defaults import ABOVE_ZERO, CHOICES, DEFAULTS, ELEMENTS, ONE_UP, RANGES
 from hyjax.config.errors import ConfigError, clip, divisors_near, multiples_near, near, show
 
+# The sources that may stand in a mixture, and whether a path follows.
+MIXED_SOURCES = {"topics": False, "stdlib": False, "bible": False, "text": True, "corpus": True}
+TOKENIZERS = ("auto", "bytes", "letters")
+
 _TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", tuple: "a tuple"}
 
 
@@ -202,10 +206,14 @@ def _check_data(data: Mapping) -> None:
     path, source, checksum = data["path"], data["source"], data["checksum"]
     if source == "text" and not path:
         raise ConfigError("data.path is empty: data.source='text' reads the file or folder that it names")
-    if path and source != "text":
-        raise ConfigError(f"data.path={show(path)} is read only by data.source='text', not {source!r}")
-    if checksum and not path:
-        raise ConfigError("data.checksum is that of the file data.path, which is empty")
+    if source == "corpus" and not path:
+        raise ConfigError("data.path is empty: data.source='corpus' reads the folder that `hyjax data tokenize` made")
+    if path and source not in ("text", "corpus"):
+        raise ConfigError(f"data.path={show(path)} is read only by data.source='text' or 'corpus', not {source!r}")
+    if checksum and source != "text":
+        raise ConfigError("data.checksum is that of the file data.path, which data.source='text' reads")
+    _check_mixture(source, data["mixture"], data["weights"])
+    _check_tokenizer(source, data["tokenizer"], data["eos"])
     if not re.fullmatch(r"|[0-9a-f]{40}|[0-9a-f]{64}", checksum):
         raise ConfigError(f"data.checksum must be a sha256 or sha1 in lower-case hex, not {show(checksum)}")
     if not data["glob"]:
@@ -215,6 +223,39 @@ def _check_data(data: Mapping) -> None:
             f"data.seq_len={data['seq_len']} must be {right}: "
             f"recall shows each of data.num_pairs={data['num_pairs']} twice"
         )
+
+
+def _check_mixture(source: str, mixture: tuple, weights: tuple) -> None:
+    """A mixture has sources that exist, each once and with its weight."""
+    if source != "mixture":
+        if mixture or weights:
+            raise ConfigError(f"data.mixture and data.weights are read only by data.source='mixture', not {source!r}")
+        return
+    if len(mixture) < 2:
+        raise ConfigError("data.mixture must name two sources or more, such as ('topics', 'text:PATH', 'corpus:PATH')")
+    if len(weights) != len(mixture):
+        raise ConfigError(f"data.weights has {len(weights)} entries for the {len(mixture)} sources of data.mixture")
+    if len(set(mixture)) < len(mixture):
+        raise ConfigError("data.mixture names a source twice; give it one weight")
+    for entry in mixture:
+        name, _, path = entry.partition(":")
+        if name not in MIXED_SOURCES:
+            hint = near(name, MIXED_SOURCES)
+            raise ConfigError(f"data.mixture: {show(entry)} is not one of {', '.join(MIXED_SOURCES)}{hint}")
+        if MIXED_SOURCES[name] != bool(path):
+            form = f"'{name}:PATH'" if MIXED_SOURCES[name] else repr(name)
+            raise ConfigError(f"data.mixture: write {form}, not {show(entry)}")
+
+
+def _check_tokenizer(source: str, name: str, eos: str) -> None:
+    """A tokenizer's name or a path to its file; what a corpus was made with can't be chosen anew."""
+    if name not in TOKENIZERS and not name.endswith(".json"):
+        known = ", ".join(TOKENIZERS)
+        raise ConfigError(
+            f"data.tokenizer must be {known} or a path to a .json file, not {show(name)}{near(name, TOKENIZERS)}"
+        )
+    if eos and not name.endswith(".json"):
+        raise ConfigError(f"data.eos={show(eos)} is a token of the JSON file data.tokenizer, which is {name!r}")
 
 
 def _check_together(config: Mapping) -> None:

@@ -1,0 +1,7 @@
+"""`python -m hyjax.cli`, for where the `hyjax` script is not on the path."""
+
+import sys
+
+from hyjax.cli import main
+
+sys.exit(main())
