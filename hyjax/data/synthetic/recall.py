@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hyjax.data.corpus import checksum
 from hyjax.data.synthetic.sampling import distinct
 
 
@@ -51,7 +52,7 @@ class RecallSet:
         self.tokens, self.targets = recall(num_seqs, num_pairs, num_keys=num_keys, num_values=num_values, seed=seed)
         self.num_targets = num_seqs * num_pairs
         self.num_bytes = 0  # no text
-        self.content = (self.tokens, self.targets)
+        self.checksum = checksum(self.tokens, self.targets)
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -116,11 +116,8 @@ def forward(q, k, v, q_rows: Rows, kv_rows: Rows, sinks, options: Options, dtype
     heads, precision = k.shape[2], _precision(q.dtype)
     q = _query_heads(q.astype(dtype), heads)
     extra = None if sinks is None else sinks.astype(dtype).reshape(heads, -1, 1)
-    if form == "row":
-        o, lse = _row_forward(q, k.astype(dtype), v.astype(dtype), q_rows, kv_rows, extra, options)
-        return _query_rows(o), lse
     k, v = (x.astype(dtype).swapaxes(1, 2) for x in (k, v))
-    run = _dense_forward if form == "dense" else _blocks_forward
+    run = {"row": _row_forward, "dense": _dense_forward, "blocks": _blocks_forward}[form]
     o, lse = run(q, k, v, q_rows, kv_rows, extra, options, precision)
     return _query_rows(o), lse
 
@@ -140,20 +137,46 @@ def backward(q, k, v, q_rows: Rows, kv_rows: Rows, sinks, o, lse, do, options: O
     return _query_rows(dq), dk.swapaxes(1, 2), dv.swapaxes(1, 2), dsinks
 
 
-def _row_forward(q, k, v, q_rows, kv_rows, extra, options):
-    """One query against keys and values [B,Tk,H,·] as they lie: q [B,H,G,1,K] -> o [B,H,G,1,V], lse [B,H,G,1]."""
-    logits = options.scale * jnp.sum(q[:, None, :, :, 0] * k[:, :, :, None], axis=-1)  # [B,Tk,H,G]
-    logits = _cap(logits, options)
-    mask = _visible(q_rows, kv_rows, options)
-    if mask is not None:
-        logits = jnp.where(jnp.moveaxis(mask[:, :, :, 0], -1, 1), logits, -jnp.inf)
-    top = jnp.max(logits, axis=1)
-    top = top if extra is None else jnp.maximum(top, extra[..., 0])
-    weights = jnp.exp(logits - _finite(top)[:, None])
-    total = jnp.sum(weights, axis=1)
-    total = total if extra is None else total + jnp.exp(extra[..., 0] - _finite(top))
-    o, lse = _finish(jnp.sum(weights[..., None] * v[:, :, :, None], axis=1), top, total)
+def _row_forward(q, k, v, q_rows, kv_rows, extra, options, precision):
+    """One query: all logits at once, over the shortest of a few prefixes of the keys that holds all it may see.
+
+    A cache is as long as a row may become, and most of it is empty while the row is short. Keys and values that lie
+    heads first, as caches do, are read as they lie; a prefix but the whole is a copy, which costs about as much again.
+    """
+    length, mask = k.shape[2], _visible(q_rows, kv_rows, options)
+    lengths = _prefixes(length) if mask is not None else [length]
+    mask = jnp.ones((1, 1, 1, length), bool) if mask is None else mask[..., 0, :]
+
+    def prefix(n):
+        return lambda: _row_prefix(q[..., 0, :], k[:, :, :n], v[:, :, :n], mask[..., :n], extra, options, precision)
+
+    needed = jnp.max(jnp.where(mask, jnp.arange(1, length + 1), 0))
+    index = sum((needed > n).astype(jnp.int32) for n in lengths[:-1])
+    o, lse = lax.switch(index, [prefix(n) for n in lengths]) if len(lengths) > 1 else prefix(length)()
     return o[..., None, :], lse[..., None]
+
+
+def _prefixes(length: int) -> list[int]:
+    """Lengths that one query's keys are cut to, each a quarter of the next: three times a quarter is less than one."""
+    lengths = [length]
+    while lengths[0] >= 4 * dispatch.by_backend(block_sizes.ROW_PREFIX):
+        lengths.insert(0, lengths[0] // 4)
+    return lengths
+
+
+def _row_prefix(q, k, v, mask, extra, options, precision):
+    """q [B,H,G,K], k, v [B,H,n,·], mask [B or 1,1,1,n] -> o [B,H,G,V], lse [B,H,G].
+
+    The products have no dim of queries: with one of length 1, XLA's CPU backend transposes the keys.
+    """
+    logits = _cap(options.scale * _einsum("bhgd,bhkd->bhgk", q, k, precision), options)
+    logits = jnp.where(mask, logits, -jnp.inf)
+    top = jnp.max(logits, axis=-1)
+    top = top if extra is None else jnp.maximum(top, extra[..., 0])
+    weights = jnp.exp(logits - _finite(top)[..., None])
+    total = jnp.sum(weights, axis=-1)
+    total = total if extra is None else total + jnp.exp(extra[..., 0] - _finite(top))
+    return _finish(_einsum("bhgk,bhkd->bhgd", weights, v, precision), top, total)
 
 
 def _dense_forward(q, k, v, q_rows, kv_rows, extra, options, precision):

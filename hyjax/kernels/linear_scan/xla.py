@@ -4,44 +4,15 @@ One token: the recurrence itself. A small state on a CPU: a walk over tokens (xl
 piece by piece where all of them at once would not fit the cache.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from hyjax.kernels import dispatch
+from hyjax.kernels.chunks import Plan, plan
+from hyjax.kernels.layouts import cut, uncut
 from hyjax.kernels.linear_scan import block_sizes, xla_chunks, xla_steps
 
 Inputs = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # q, k, v, decay
-
-
-class Plan(NamedTuple):
-    """The form, and how time is cut."""
-
-    form: str  # "token", "steps" or "chunks"
-    chunk: int  # tokens a chunk; a power of two for "chunks"
-    pieces: int  # walked one after the other, so that what lives inside one stays in the cache
-    time: int  # tokens, padded to whole pieces of whole chunks
-
-
-def plan(q_shape, v_shape, per_channel: bool, chunk_size: int | None) -> Plan:
-    """How a call of these shapes is served on the default backend."""
-    (batch, time, _, key_dim), (heads, value_dim) = q_shape, v_shape[2:]
-    if time == 1:
-        return Plan("token", 1, 1, 1)
-    most_state, least_rows = dispatch.by_backend(block_sizes.STEPS)
-    if chunk_size is None and key_dim * value_dim <= most_state and batch * heads >= least_rows:
-        chunk = min(block_sizes.STEPS_SAVED, time)
-        return Plan("steps", chunk, 1, -(-time // chunk) * chunk)
-    chunk = chunk_size
-    if chunk is None:
-        chunk = dispatch.by_backend(block_sizes.CHUNK)["channel" if per_channel else "head"]
-    chunk = 1 << (min(chunk, time) - 1).bit_length()
-    chunks = -(-time // chunk)
-    numbers = batch * heads * chunk * max(chunk, key_dim, value_dim)
-    pieces = -(-chunks // max(1, dispatch.by_backend(block_sizes.PIECE) // numbers))
-    return Plan("chunks", chunk, pieces, pieces * -(-chunks // pieces) * chunk)
 
 
 def _prepare(q, k, v, log_decay, dtype, scale, plan: Plan) -> Inputs:
@@ -59,65 +30,54 @@ def _prepare(q, k, v, log_decay, dtype, scale, plan: Plan) -> Inputs:
     return q, k, v, decay
 
 
-def _cut(x: jax.Array, pieces: int) -> jax.Array:
-    """[B, T, ...] -> [pieces, B, T/pieces, ...]."""
-    return jnp.moveaxis(x.reshape(x.shape[0], pieces, -1, *x.shape[2:]), 1, 0)
-
-
-def _joined(x: jax.Array) -> jax.Array:
-    """The inverse of _cut."""
-    x = jnp.moveaxis(x, 0, 1)
-    return x.reshape(x.shape[0], -1, *x.shape[3:])
-
-
 def forward(q, k, v, log_decay, state, *, scale: float, chunk_size: int | None):
     """q, k [B,T,H,K], v [B,T,HV,V], log_decay [B,T,HV] or [B,T,HV,K] (-inf resets), state [B,HV,K,V].
 
     Returns o [B,T,HV,V] and the final state in `state`'s dtype, and the states that `backward` wants.
     """
-    cut = plan(q.shape, v.shape, log_decay.ndim == 4, chunk_size)
+    cuts = plan(q.shape, v.shape, log_decay.ndim == 4, chunk_size, block_sizes)
     time = q.shape[1]
-    inputs = _prepare(q, k, v, log_decay, state.dtype, scale, cut)
-    if cut.form == "token":
+    inputs = _prepare(q, k, v, log_decay, state.dtype, scale, cuts)
+    if cuts.form == "token":
         return *_token_forward(*inputs, state), state
-    if cut.form == "steps":
-        o, end, states = xla_steps.forward(*inputs, state, cut.chunk)
-    elif cut.pieces == 1:
-        o, end, states = xla_chunks.forward(*inputs, state, cut.chunk)
+    if cuts.form == "steps":
+        o, end, states = xla_steps.forward(*inputs, state, cuts.chunk)
+    elif cuts.pieces == 1:
+        o, end, states = xla_chunks.forward(*inputs, state, cuts.chunk)
     else:
 
         def piece(s, inputs):
             q, k, v, decay = inputs
-            o, s, states = xla_chunks.forward(q, k, v, decay, s, cut.chunk)
+            o, s, states = xla_chunks.forward(q, k, v, decay, s, cuts.chunk)
             return s, (o, states)
 
-        end, (o, states) = lax.scan(piece, state, tuple(_cut(x, cut.pieces) for x in inputs))
-        o = _joined(o)
+        end, (o, states) = lax.scan(piece, state, tuple(cut(x, cuts.pieces) for x in inputs))
+        o = uncut(o)
     return o[:, :time], end, states
 
 
 def backward(q, k, v, log_decay, states, do, dstate, *, scale: float, chunk_size: int | None):
     """The gradients of q, k, v, log_decay and the initial state, in the dtype of `dstate`."""
-    cut = plan(q.shape, v.shape, log_decay.ndim == 4, chunk_size)
+    cuts = plan(q.shape, v.shape, log_decay.ndim == 4, chunk_size, block_sizes)
     batch, time, heads, key_dim = q.shape
-    inputs = _prepare(q, k, v, log_decay, dstate.dtype, scale, cut)
-    do = jnp.pad(do.astype(dstate.dtype), ((0, 0), (0, cut.time - time), (0, 0), (0, 0)))
-    if cut.form == "token":
+    inputs = _prepare(q, k, v, log_decay, dstate.dtype, scale, cuts)
+    do = jnp.pad(do.astype(dstate.dtype), ((0, 0), (0, cuts.time - time), (0, 0), (0, 0)))
+    if cuts.form == "token":
         *grads, dinitial = _token_backward(*inputs, states, do, dstate)
-    elif cut.form == "steps":
-        *grads, dinitial = xla_steps.backward(*inputs, states, do, dstate, cut.chunk)
-    elif cut.pieces == 1:
-        *grads, dinitial = xla_chunks.backward(*inputs, states, do, dstate, cut.chunk)
+    elif cuts.form == "steps":
+        *grads, dinitial = xla_steps.backward(*inputs, states, do, dstate, cuts.chunk)
+    elif cuts.pieces == 1:
+        *grads, dinitial = xla_chunks.backward(*inputs, states, do, dstate, cuts.chunk)
     else:
 
         def piece(ds, inputs):
             q, k, v, decay, do, states = inputs
-            *grads, ds = xla_chunks.backward(q, k, v, decay, states, do, ds, cut.chunk)
+            *grads, ds = xla_chunks.backward(q, k, v, decay, states, do, ds, cuts.chunk)
             return ds, grads
 
-        cuts = tuple(_cut(x, cut.pieces) for x in (*inputs, do))
-        dinitial, grads = lax.scan(piece, dstate, (*cuts, states), reverse=True)
-        grads = [_joined(x) for x in grads]
+        by_piece = tuple(cut(x, cuts.pieces) for x in (*inputs, do))
+        dinitial, grads = lax.scan(piece, dstate, (*by_piece, states), reverse=True)
+        grads = [uncut(x) for x in grads]
     dq, dk, dv, dg = (x[:, :time] for x in grads)
     if dk.shape[2] != heads:
         dq, dk = (x.reshape(batch, time, heads, -1, key_dim).sum(3) for x in (dq, dk))

@@ -12,33 +12,11 @@ import operator
 import jax
 from jax import lax
 
+from hyjax.kernels.layouts import batch_major, rows_first, rows_last, time_major
+
 
 def _sum(terms):
     return functools.reduce(operator.add, terms)
-
-
-def _time_major(x: jax.Array) -> jax.Array:
-    """[B, T, H, K] -> [T, K, B*H]."""
-    b, t, h, k = x.shape
-    return x.transpose(1, 3, 0, 2).reshape(t, k, b * h)
-
-
-def _batch_major(x: jax.Array, batch: int) -> jax.Array:
-    """[T, K, B*H] -> [B, T, H, K]."""
-    t, k, n = x.shape
-    return x.reshape(t, k, batch, n // batch).transpose(2, 0, 3, 1)
-
-
-def _rows_last(state: jax.Array) -> jax.Array:
-    """[B, H, K, V] -> [K, V, B*H]."""
-    b, h, k, v = state.shape
-    return state.transpose(2, 3, 0, 1).reshape(k, v, b * h)
-
-
-def _rows_first(state: jax.Array, batch: int) -> jax.Array:
-    """[K, V, B*H] -> [B, H, K, V]."""
-    k, v, n = state.shape
-    return state.reshape(k, v, batch, n // batch).transpose(2, 3, 0, 1)
 
 
 def _group(x: jax.Array, chunk: int) -> jax.Array:
@@ -61,10 +39,10 @@ def forward(q, k, v, decay, state, chunk):
         end, out = lax.scan(token, s, inputs)
         return end, (out, s)
 
-    inputs = tuple(_group(_time_major(x), chunk) for x in (q, k, v, decay))
-    end, (out, states) = lax.scan(tokens, _rows_last(state), inputs)
+    inputs = tuple(_group(time_major(x), chunk) for x in (q, k, v, decay))
+    end, (out, states) = lax.scan(tokens, rows_last(state), inputs)
     out = out.reshape(-1, *out.shape[2:])
-    return _batch_major(out, batch), _rows_first(end, batch), states
+    return batch_major(out, batch), rows_first(end, batch), states
 
 
 def backward(q, k, v, decay, states, do, dstate, chunk):
@@ -97,7 +75,7 @@ def backward(q, k, v, decay, states, do, dstate, chunk):
         _, before = lax.scan(replay, start, (kt, vt, dt))
         return lax.scan(token, g, (qt, kt, vt, dt, dot, before), reverse=True)
 
-    inputs = tuple(_group(_time_major(x), chunk) for x in (q, k, v, decay, do))
-    g, grads = lax.scan(tokens, _rows_last(dstate), (*inputs, states), reverse=True)
-    dq, dk, dv, dg = (_batch_major(x.reshape(-1, *x.shape[2:]), batch) for x in grads)
-    return dq, dk, dv, dg, _rows_first(g, batch)
+    inputs = tuple(_group(time_major(x), chunk) for x in (q, k, v, decay, do))
+    g, grads = lax.scan(tokens, rows_last(dstate), (*inputs, states), reverse=True)
+    dq, dk, dv, dg = (batch_major(x.reshape(-1, *x.shape[2:]), batch) for x in grads)
+    return dq, dk, dv, dg, rows_first(g, batch)

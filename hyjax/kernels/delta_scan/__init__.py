@@ -1,0 +1,1 @@
+"""The operator `delta_scan`: see api.py."""

@@ -1,0 +1,1 @@
+"""The operator `diagonal_scan`: see api.py."""

@@ -1,0 +1,1 @@
+"""The operator `selective_scan`: see api.py."""

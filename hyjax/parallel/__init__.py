@@ -1,0 +1,1 @@
+"""Meshes: where arrays lie, and operators and models over many devices."""
