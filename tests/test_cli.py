@@ -1,15 +1,23 @@
 """The command: what it prints, what it passes on, and how it refuses."""
 
+import importlib
+import inspect
 import json
+import signal
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
 import hyjax
+import hyjax.cli.plot
 import hyjax.train
-from hyjax import cli
+from hyjax import cli, exit_codes
+from hyjax.config import ConfigError
+from hyjax.train.checkpoint import CheckpointError
+from hyjax.train.signals import Stopped
 
 CONFIG = '''"""A small model."""
 from hyjax.config import base
@@ -31,7 +39,7 @@ def calls(monkeypatch):
     """Stands in for the training loop; what it was called with."""
     seen: list = []
     loop = types.SimpleNamespace(
-        train=lambda config, workdir, *, profile=None: seen.append((config, workdir, profile)),
+        train=lambda config, workdir, **options: seen.append((config, workdir, options)),
         NonFiniteError=type("NonFiniteError", (RuntimeError,), {}),
     )
     monkeypatch.setitem(sys.modules, "hyjax.train.loop", loop)
@@ -61,12 +69,50 @@ def test_help_loads_no_framework():
         assert f"\n  {name} " in done.stdout
 
 
-@pytest.mark.parametrize("command", cli.COMMANDS)
+def explained(argv) -> int:
+    """The exit code of a command that prints help; argparse leaves by itself."""
+    try:
+        return cli.main(argv)
+    except SystemExit as end:
+        return end.code
+
+
+WITHIN = ["data tokenize", "data inspect", "data train_tokenizer"]
+
+
+@pytest.mark.parametrize("command", [*cli.COMMANDS, *WITHIN])
 def test_every_sub_command_explains_itself(command, capsys):
-    with pytest.raises(SystemExit) as end:
-        cli.main([command, "--help"])
-    assert end.value.code == 0
-    assert f"usage: hyjax {command}" in capsys.readouterr().out
+    assert explained([*command.split(), "--help"]) == 0
+    out, err = capsys.readouterr()
+    assert f"usage: hyjax {command}" in out and err == ""
+
+
+def test_every_sub_command_is_a_file_with_its_function():
+    """What COMMANDS promises, for every file: else it would be found only when somebody runs it."""
+    files = {path.stem for path in Path(cli.__file__).parent.glob("*.py")} - {"__init__", "__main__", "parser"}
+    assert files == cli.COMMANDS.keys()
+    for name in files:
+        function = getattr(importlib.import_module(f"hyjax.cli.{name}"), name)
+        assert list(inspect.signature(function).parameters) == ["argv"] and function.__doc__
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_a_command_imports_its_own_file_only(command):
+    """`hyjax plot` must not wait for what `hyjax train` needs."""
+    code = (
+        f"import sys, hyjax.cli\ntry: hyjax.cli.main([{command!r}, '--help'])\nexcept SystemExit: pass\n"
+        "loaded = {m.removeprefix('hyjax.cli.') for m in sys.modules if m.startswith('hyjax.cli.')}\n"
+        f"assert loaded == {{'parser', {command!r}}}, loaded"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_python_m(tmp_path):
+    command = [sys.executable, "-m", "hyjax.cli"]
+    for argv, code, said in [(["--version"], 0, hyjax.__version__), (["trian"], 2, "did you mean train?")]:
+        done = subprocess.run([*command, *argv], capture_output=True, text=True)
+        assert done.returncode == code and said in done.stdout + done.stderr
 
 
 def test_version_and_nothing(capsys):
@@ -97,6 +143,13 @@ def test_version_and_nothing(capsys):
         (["train", "--config=FILE", "--workdir=W", "--profile=9:3"], "START < STOP"),
         (["train", "--config=FILE", "--workdir=W", "--config.model.legend.A.gated=3"], "model.legend.A.gated"),
         (["bench", "stpe"], "did you mean step?"),
+        (["data", "tokenise"], "did you mean tokenize?"),
+        (["data", "tokenize", "--inptu=x"], "no flag --inptu; did you mean --input?"),
+        (["generate", "--workdri=x"], "no flag --workdri; did you mean --workdir?"),
+        (["generate"], "required: "),
+        (["plot"], "required: --workdir"),
+        (["convert", "parms"], "did you mean params?"),
+        (["bench", "decod"], "did you mean decode?"),
     ],
 )
 def test_refusals(argv, said, config, capsys, calls):
@@ -127,15 +180,20 @@ def test_plan_as_tables(config, capsys):
 
 
 @pytest.mark.parametrize(
-    ("flags", "profile"),
-    [([], None), (["--profile"], (5, 10)), (["--profile=3:7"], (3, 7)), (["--profile", "0:2"], (0, 2))],
+    ("flags", "options"),
+    [
+        ([], {"profile": None, "accept_data_change": False}),
+        (["--profile"], {"profile": (5, 10), "accept_data_change": False}),
+        (["--profile=3:7", "--accept_data_change"], {"profile": (3, 7), "accept_data_change": True}),
+        (["--profile", "0:2"], {"profile": (0, 2), "accept_data_change": False}),
+    ],
 )
-def test_train_passes_on_what_it_is_given(flags, profile, config, calls):
+def test_train_passes_on_what_it_is_given(flags, options, config, calls):
     argv = ["train", f"--config={config}", "--config.train.steps=7", "--workdir=W", *flags, "--noconfig.model.scan"]
     assert cli.main(argv) == 0
-    [(given, workdir, traced)] = calls
+    [(given, workdir, passed)] = calls
     assert (given.train.steps, given.model.scan, given.model.layout) == (7, False, "GGAG")
-    assert (workdir, traced) == ("W", profile)
+    assert (workdir, passed) == ("W", options)
 
 
 def test_faults_of_the_code_keep_their_traceback(config, monkeypatch, calls):
@@ -147,13 +205,33 @@ def test_faults_of_the_code_keep_their_traceback(config, monkeypatch, calls):
         cli.main(["train", f"--config={config}", "--workdir=W"])
 
 
-def test_a_loss_that_is_not_finite_is_exit_code_3(config, monkeypatch, calls, capsys):
+@pytest.mark.parametrize(
+    ("make", "code", "said"),
+    [
+        (lambda loop: loop.NonFiniteError("step 7 is not finite"), 3, "hyjax: stopped: step 7 is not finite"),
+        (lambda loop: CheckpointError("step 7 can't be written"), 4, "hyjax: error: step 7 can't be written"),
+        (lambda loop: Stopped(signal.SIGTERM, 7), 75, "hyjax: stopped: SIGTERM after step 7; the same command"),
+        (lambda loop: Stopped(signal.SIGINT, 7), 130, "hyjax: stopped: Ctrl-C after step 7; the same command"),
+        (lambda loop: ConfigError("the workdir holds another run"), 2, "hyjax: error: the workdir holds another run"),
+    ],
+)
+def test_exit_codes_of_train(make, code, said, config, monkeypatch, calls, capsys):
     def broken(*args, **options):
-        raise hyjax.train.loop.NonFiniteError("step 7 is not finite")
+        raise make(hyjax.train.loop)
 
     monkeypatch.setattr(hyjax.train.loop, "train", broken)
-    assert cli.main(["train", f"--config={config}", "--workdir=W"]) == 3
-    assert capsys.readouterr().err == "hyjax: stopped: step 7 is not finite\n"
+    assert cli.main(["train", f"--config={config}", "--workdir=W"]) == code
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(said) and err.count("\n") == 1
+
+
+def test_ctrl_c_is_one_line(monkeypatch, capsys):
+    def interrupted(argv):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hyjax.cli.plot.plot", interrupted)
+    assert cli.main(["plot"]) == exit_codes.INTERRUPTED
+    assert capsys.readouterr() == ("", "hyjax: interrupted\n")
 
 
 def test_what_to_try_next(config, calls, capsys):

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "hyjax"
 
 # Lowest first: a part imports itself and parts of lower rows. (cli → train, evals → cost, data → models → …)
 LAYERS = (
-    {"kernels", "layout"},
+    {"kernels", "layout", "exit_codes"},
     {"config"},
     {"parallel"},
     {"models"},
@@ -27,6 +27,7 @@ LAYERS = (
 OUTSIDE = {
     "kernels": {"jax", "numpy"},
     "layout": set(),
+    "exit_codes": set(),
     "config": {"ml_collections"},
     "parallel": {"jax", "numpy"},
     "models": {"jax", "numpy", "flax"},

@@ -1,9 +1,10 @@
 """No dead knobs: every key of a config, and every field of a legend entry, changes what it should when it is changed.
 
 Models and optimizers are compared as traced programs (nothing is compiled), data by its batches, and what only the
-training loop reads by the records of three tiny runs. A new key or field fails here until it has a row in a table.
+training loop reads by what a few tiny runs leave. A new key or field fails here until it has a row in a table.
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -11,6 +12,7 @@ import hashlib
 import random
 import re
 import shutil
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -21,8 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.interpreters import partial_eval
+from tokenizers import Tokenizer as FileTokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from hyjax.config import CHOICES, from_json, to_json
+from hyjax.config import CHOICES, ConfigError, from_json, to_json, together
 from hyjax.config.schema import KEYS
 from hyjax.cost.params import param_shapes
 from hyjax.data import build
@@ -37,8 +42,10 @@ from hyjax.models.layers import NORMS
 from hyjax.models.lm import REMAT_POLICIES
 from hyjax.models.mixers import MIXERS
 from hyjax.train import loop, optimizer
+from hyjax.train.checkpoint import CheckpointError
 from hyjax.train.metrics import read_records
 from hyjax.train.step import create_state, make_train_step
+from hyjax.train.step_folder import VERIFIED
 
 
 @pytest.fixture(scope="session")
@@ -53,11 +60,16 @@ def texts(tmp_path_factory) -> Path:
             ending = "md" if i % 3 == 0 else "txt"
             (root / folder / f"{i}.{ending}").write_text(" ".join(rng.choices(words, k=60)))
     (root / "one.txt").write_text("\n\n".join(file.read_text() for file in sorted((root / "texts").iterdir())))
+    ends = {"[UNK]": 0, "</s>": 1, "<stop>": 2}
+    vocabulary = WordLevel(ends | {word: 3 + i for i, word in enumerate(words)}, unk_token="[UNK]")
+    by_word = FileTokenizer(vocabulary)
+    by_word.pre_tokenizer = WhitespaceSplit()
+    by_word.save(str(root / "words.json"))
     return root
 
 
 def config_of(values: dict[str, Any], texts: Path) -> str:
-    """A tiny config with `values` (by dotted key; a path is relative to the texts) in it, checked, as JSON."""
+    """A tiny config with `values` (by dotted key; paths are relative to the texts) in it, checked, as JSON."""
     tiny = {
         "model": dict(layout="GAW-", width=8, heads=2, window=4, vocab_size=28),
         "data": dict(source="text", path="texts", tokenizer="letters", seq_len=12, heldout=0.4),
@@ -67,8 +79,12 @@ def config_of(values: dict[str, Any], texts: Path) -> str:
     for key, value in values.items():
         section, _, name = key.rpartition(".")
         (sections[section] if section else sections)[name] = value
-    if path := sections["data"]["path"]:
-        sections["data"]["path"] = str(texts / path)
+    data = sections["data"]
+    if data["path"]:
+        data["path"] = str(texts / data["path"])
+    if data["tokenizer"].endswith(".json"):
+        data["tokenizer"] = str(texts / data["tokenizer"])
+    data["mixture"] = tuple(entry.replace("text:", f"text:{texts}/") for entry in data.get("mixture", ()))
     return to_json(sections)
 
 
@@ -132,6 +148,26 @@ def data(config) -> Any:
     return digests
 
 
+def seconds(config) -> list[tuple]:
+    """What signals and the watchdog are told to wait; what they then do, their own tests show."""
+    told: list[tuple] = []
+
+    class Told(Exception):
+        """Ends the run before it begins."""
+
+    def note(*given):
+        told.append(given)
+        if len(told) == 2:
+            raise Told
+        return contextlib.nullcontext()
+
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as workdir, pytest.raises(Told):
+        patch.setattr(loop, "Signals", note)
+        patch.setattr(loop, "Watchdog", note)
+        loop.train(config, workdir)
+    return told
+
+
 def threads(config) -> int:
     """How many threads read ahead."""
     before = set(threading.enumerate())
@@ -170,6 +206,11 @@ RECALL = {
     "data.source": "recall", "data.path": "", "data.num_pairs": 6, "data.num_keys": 9, "data.num_values": 5,
     "data.train_sequences": 20, "data.heldout_sequences": 20,
 }  # fmt: skip
+MIXED = {
+    "data.source": "mixture", "data.path": "", "data.mixture": ("text:texts", "text:others"),
+    "data.weights": (1.0, 1.0),
+}  # fmt: skip
+WORDS = {"data.tokenizer": "words.json", "data.eos": "</s>"}
 ONE_LAYER = {"model.layout": "-"}  # quick to trace, for what no mixer has a part in
 WSD = {**ONE_LAYER, "optimizer.schedule": "wsd"}
 DECAY = {**ONE_LAYER, "optimizer.weight_decay": 0.1}
@@ -207,7 +248,10 @@ KNOBS: dict[str, Knob] = {
     "data.path": Knob(data, "others"),
     "data.checksum": Knob(data, "0" * 64, {"data.path": "one.txt"}),
     "data.glob": Knob(data, "*.txt"),
+    "data.mixture": Knob(data, ("text:texts", "text:one.txt"), MIXED),
+    "data.weights": Knob(data, (1.0, 3.0), MIXED),
     "data.tokenizer": Knob(data, "bytes"),
+    "data.eos": Knob(data, "<stop>", WORDS),
     "data.seq_len": Knob(data, 13),
     "data.packing": Knob(data, "best_fit"),
     "data.heldout": Knob(data, 0.6),
@@ -231,6 +275,9 @@ KNOBS: dict[str, Knob] = {
     "train.steps": Knob(step, 7, ONE_LAYER),
     "train.batch_size": Knob(data, 4),
     "train.microbatches": Knob(step, 2, ONE_LAYER),
+    "train.grace_seconds": Knob(seconds, 21),
+    "train.stall_seconds": Knob(seconds, 601),
+    "train.start_seconds": Knob(seconds, 3601),
 }
 TOGETHER = {"data.num_pairs": {"data.seq_len": 10}}  # what has to change too for the config to be legal
 
@@ -252,11 +299,12 @@ def test_every_key_is_tried():
 def test_choices_are_what_the_code_has():
     tables = {
         "model.norm": NORMS, "model.ffn": FFNS, "model.remat": REMAT_POLICIES, "model.implementation": NAMES,
-        "data.source": [*SOURCES, "recall"], "data.tokenizer": TOKENIZERS, "data.packing": PACKINGS,
+        "data.source": [*SOURCES, "corpus", "mixture", "recall"], "data.packing": PACKINGS,
         "optimizer.schedule": optimizer.SCHEDULES,
     }  # fmt: skip
     for key, table in tables.items():
         assert set(CHOICES[key]) == set(table), key
+    assert {*together.MIXED_SOURCES} == {*SOURCES, "corpus"} and {*together.TOKENIZERS} == {"auto", *TOKENIZERS}
 
 
 # ------------------------------------------------------------------------------------------------ fields of the legend
@@ -309,6 +357,7 @@ def test_legend_field(name, field, texts):
 class Run(NamedTuple):
     workdir: Path
     settings: dict[str, Any]
+    texts: Path
 
     def steps(self, split: str) -> list[int]:
         return [record["step"] for record in read_records(self.workdir, split)]
@@ -320,62 +369,97 @@ class Run(NamedTuple):
     def checkpoints(self) -> list[int]:
         return sorted(int(path.name) for path in (self.workdir / "checkpoints").iterdir())
 
+    def verified(self) -> bool:
+        return all((self.workdir / "checkpoints" / str(step) / VERIFIED).exists() for step in self.checkpoints())
+
+    def least_heldout(self, count: int) -> list[int]:
+        """The steps of the least held-out losses."""
+        losses = {step: self.last("heldout", "loss", step) for step in self.steps("heldout")}
+        return sorted(sorted(losses, key=losses.__getitem__)[:count])
+
     def sampled(self) -> int:
         """Letters of the last sample, one a token, that follow the prompt."""
         text = self.last("text", "text", 6).replace("<unk>", "?")
         return len(text) - len(self.settings["eval.prompt"])
 
 
+class Runs(NamedTuple):
+    first: Run
+    other: Run  # another look at the same training
+    again: Run  # the first one's end, looked at once more
+    best: Run  # the checkpoints of least held-out loss
+    taken_up: Run  # its parameters are the first one's last
+
+    def must_resume(self) -> bool:
+        """Whether a run that must go on refuses to start anew."""
+        settings = {**self.first.settings, "train.resume": "must"}
+        try:
+            loop.train(from_json(config_of(settings, self.first.texts)), self.first.workdir.parent / "empty")
+        except (ConfigError, CheckpointError) as error:
+            return "no checkpoint" in str(error)
+        return False
+
+
 @pytest.fixture(scope="module")
-def runs(texts, tmp_path_factory) -> tuple[Run, Run, Run]:
-    """One run; another that looks otherwise at the same training; the first one's end looked at once more."""
+def runs(texts, tmp_path_factory) -> Runs:
     first = {
         "model.layout": "-", "train.log_every": 1, "train.checkpoint_every": 2, "train.keep": 2, "eval.every": 1,
         "eval.batches": 1, "eval.final": True, "eval.prompt": "ab", "eval.sample_tokens": 9, "eval.temperature": 1.0,
     }  # fmt: skip
     other = {
-        "train.log_every": 4, "train.checkpoint_every": 1, "train.keep": 3, "eval.every": 2,
-        "eval.batches": 3, "eval.prompt": "the", "eval.sample_tokens": 7,
+        "train.log_every": 4, "train.checkpoint_every": 1, "train.keep": 3, "train.keep_every": 2, "eval.every": 2,
+        "eval.batches": 3, "eval.prompt": "the", "eval.sample_tokens": 7, "train.verify": False,
     }  # fmt: skip
     root = tmp_path_factory.mktemp("runs")
-    made = []
-    for name, settings in (("first", first), ("other", first | other)):
-        loop.train(from_json(config_of(settings, texts)), root / name)
-        made.append(Run(root / name, settings))
-    shutil.copytree(root / "first", root / "again")
-    settings = first | {"eval.final": False, "eval.temperature": 0.0}
-    loop.train(from_json(config_of(settings, texts)), root / "again")
-    return *made, Run(root / "again", settings)
+    changes = {
+        "first": {},
+        "other": other,
+        "again": {"eval.final": False, "eval.temperature": 0.0},
+        "best": {"train.checkpoint_every": 1, "train.keep": 1, "train.keep_best": 3, "eval.every": 0},
+        "taken_up": {"train.init_from": str(root / "first"), "eval.every": 0, "eval.sample_tokens": 0},
+    }
+    made = {}
+    for name, changed in changes.items():
+        if name == "again":
+            shutil.copytree(root / "first", root / name)
+        loop.train(from_json(config_of(first | changed, texts)), root / name)
+        made[name] = Run(root / name, first | changed, texts)
+    return Runs(**made)
 
 
-# Each knob's own trace in the records: with any other knob dead it would still be told.
-LOOP = {
-    "train.log_every": lambda first, other, again: (
-        first.steps("train") == [1, 2, 3, 4, 5, 6] and other.steps("train") == [1, 4, 6]
+# Each knob's own trace in what the runs leave: with any other knob dead it would still be told.
+LOOP: dict[str, Callable[[Runs], bool]] = {
+    "train.log_every": lambda runs: (
+        runs.first.steps("train") == [1, 2, 3, 4, 5, 6] and runs.other.steps("train") == [1, 4, 6]
     ),
-    "train.checkpoint_every": lambda first, other, again: (
-        first.checkpoints()[-2:] == [4, 6] and 5 in other.checkpoints()
+    "train.init_from": lambda runs: runs.taken_up.last("train", "loss", 1) < runs.first.last("train", "loss", 1) - 0.05,
+    "train.resume": lambda runs: runs.must_resume(),
+    "train.checkpoint_every": lambda runs: runs.first.checkpoints()[-2:] == [4, 6] and 5 in runs.other.checkpoints(),
+    "train.keep": lambda runs: len(runs.first.checkpoints()) == 2 and len(runs.best.checkpoints()) == 3,
+    "train.keep_every": lambda runs: 2 in runs.other.checkpoints() and 3 not in runs.other.checkpoints(),
+    "train.keep_best": lambda runs: (
+        runs.best.checkpoints() == runs.best.least_heldout(3) and runs.best.steps("heldout") == [1, 2, 3, 4, 5, 6]
     ),
-    "train.keep": lambda first, other, again: len(first.checkpoints()) == 2 and len(other.checkpoints()) == 3,
-    "eval.every": lambda first, other, again: (
-        first.steps("heldout") == [1, 2, 3, 4, 5, 6] and other.steps("heldout") == [2, 4, 6]
+    "train.verify": lambda runs: runs.first.verified() and not runs.other.verified(),
+    "eval.every": lambda runs: (
+        runs.first.steps("heldout") == [1, 2, 3, 4, 5, 6] and runs.other.steps("heldout") == [2, 4, 6]
     ),
-    "eval.batches": lambda first, other, again: first.last("heldout", "loss", 2) != other.last("heldout", "loss", 2),
-    "eval.final": lambda first, other, again: first.last("heldout", "loss", 6) != again.last("heldout", "loss", 6),
-    "eval.prompt": lambda first, other, again: (
-        first.last("text", "text", 6)[:2] == "ab" and other.last("text", "text", 6)[:3] == "the"
+    "eval.batches": lambda runs: runs.first.last("heldout", "loss", 2) != runs.other.last("heldout", "loss", 2),
+    "eval.final": lambda runs: runs.first.last("heldout", "loss", 6) != runs.again.last("heldout", "loss", 6),
+    "eval.prompt": lambda runs: (
+        runs.first.last("text", "text", 6)[:2] == "ab" and runs.other.last("text", "text", 6)[:3] == "the"
     ),
-    "eval.sample_tokens": lambda first, other, again: first.sampled() == 9 and other.sampled() == 7,
-    "eval.temperature": lambda first, other, again: first.last("text", "text", 6) != again.last("text", "text", 6),
+    "eval.sample_tokens": lambda runs: runs.first.sampled() == 9 and runs.other.sampled() == 7,
+    "eval.temperature": lambda runs: runs.first.last("text", "text", 6) != runs.again.last("text", "text", 6),
 }
 
 
 @pytest.mark.parametrize("key", LOOP)
 def test_loop_knob(key, runs):
-    assert LOOP[key](*runs), f"{key} changes nothing of what a run leaves"
+    assert LOOP[key](runs), f"{key} changes nothing of what a run leaves"
 
 
 def test_looking_at_a_run_does_not_change_it(runs):
-    first, other, _ = runs
+    first, other = runs.first, runs.other
     for step in other.steps("train"):
         assert first.last("train", "loss", step) == other.last("train", "loss", step)

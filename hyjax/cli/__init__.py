@@ -22,6 +22,7 @@ from hyjax.config.errors import near
 COMMANDS: dict[str, str] = {
     "train": "Train a model, or go on where the last run in the workdir stopped.",
     "generate": "Continue prompts with a trained model.",
+    "convert": "Write a trained model in another form.",
     "plan": "Print what a model costs: parameters, FLOPs, decode state.",
     "data": "Make a tokenised corpus, train a tokenizer, look at the data.",
     "bench": "Measure this machine: a training step or decoding against plain baselines.",
@@ -52,12 +53,15 @@ def run(argv: Sequence[str]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The entry point: exit code 0, or 2 after one line on stderr."""
+    """The entry point: an exit code of hyjax/exit_codes.py, after one line on stderr where it is not 0."""
     try:
         return run(sys.argv[1:] if argv is None else argv)
     except (ConfigError, UserError) as error:
         print(f"hyjax: error: {error}", file=sys.stderr)
         return exit_codes.USAGE
+    except KeyboardInterrupt:  # a run that trains has saved before
+        print("hyjax: interrupted", file=sys.stderr)
+        return exit_codes.INTERRUPTED
     except BrokenPipeError:  # `hyjax plan | head`: whoever reads has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return exit_codes.ERROR

@@ -11,7 +11,7 @@ from hyjax.config.defaults import CHOICES, DEFAULTS, ELEMENTS, RANGES
 from hyjax.config.errors import ConfigError
 from hyjax.config.load import base, load, parse_arg
 from hyjax.config.schema import check, validate_model
-from hyjax.config.text import diff, fingerprint, from_json, resolved_text, to_json
+from hyjax.config.text import defaulted, diff, fingerprint, from_json, resolved_text, to_json
 
 __all__ = [
     "CHOICES",
@@ -21,6 +21,7 @@ __all__ = [
     "ConfigError",
     "base",
     "check",
+    "defaulted",
     "diff",
     "fingerprint",
     "from_json",

@@ -99,7 +99,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": ("float32", "bfloat16"),
     "model.state_dtype": ("float32", "bfloat16"),
     "model.remat": ("none", "full", "dots", "kernels"),
-    "model.implementation": ("auto", "reference", "xla", "pallas"),
+    "model.implementation": ("auto", "reference", "xla", "pallas", "splash", "cudnn"),
     "data.source": ("topics", "stdlib", "bible", "text", "corpus", "mixture", "recall"),
     "data.packing": ("windows", "best_fit"),
     "optimizer.schedule": ("cosine", "wsd", "constant"),
@@ -111,19 +111,20 @@ Range = tuple[str, Callable[[float], bool]]
 ONE_UP: Range = ("at least 1", lambda x: x >= 1)
 ABOVE_ZERO: Range = ("above 0", lambda x: x > 0)
 _ZERO_UP: Range = ("at least 0", lambda x: x >= 0)
-_BELOW_ONE: Range = ("at least 0 and below 1", lambda x: 0 <= x < 1)
+_BELOW_ONE: Range = ("at least 0 and below 1 in float32", lambda x: 0 <= x <= 1 - 2**-24)
 
 # Numbers that are not listed: whole numbers are ONE_UP, others ABOVE_ZERO.
 RANGES: dict[str, Range] = {
     "seed": _ZERO_UP,
     "model.kv_heads": _ZERO_UP,
     "model.head_dim": _ZERO_UP,
+    "model.rope_theta": ("at least 1", lambda x: x >= 1),  # below it frequencies grow until they overflow
     "model.rope_fraction": ("above 0 and at most 1", lambda x: 0 < x <= 1),
     "model.ffn_width": _ZERO_UP,
     "model.loss_chunk": _ZERO_UP,
     "model.z_loss": _ZERO_UP,
     "data.heldout": ("above 0 and below 1", lambda x: 0 < x < 1),
-    "data.workers": _ZERO_UP,
+    "data.workers": ("at least 0 and at most 256", lambda x: 0 <= x <= 256),
     "optimizer.warmup_steps": _ZERO_UP,
     "optimizer.decay_steps": _ZERO_UP,
     "optimizer.final_fraction": ("at least 0 and at most 1", lambda x: 0 <= x <= 1),
@@ -134,7 +135,7 @@ RANGES: dict[str, Range] = {
     "train.keep_every": _ZERO_UP,
     "train.keep_best": _ZERO_UP,
     "eval.every": _ZERO_UP,
-    "eval.sample_tokens": _ZERO_UP,
+    "eval.sample_tokens": ("at least 0 and at most 2**20", lambda x: 0 <= x <= 2**20),
     "eval.temperature": _ZERO_UP,
 }
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hyjax import layout as layout_language
 from hyjax.config.defaults import DEFAULTS
 from hyjax.config.errors import ConfigError, clip, near, show
-from hyjax.config.schema import KEYS, check, check_field, check_value, merge, plain, typed, unknown
+from hyjax.config.schema import KEYS, check, check_field, check_field_name, check_value, merge, plain, typed, unknown
 
 if TYPE_CHECKING:
     from ml_collections import ConfigDict, FrozenConfigDict
@@ -114,13 +114,16 @@ def parse_arg(arg: str, **defaults: bool | int | float | str) -> types.SimpleNam
 
 def _read_overrides(overrides: Sequence[str]) -> list[tuple[str, str]]:
     """`["--config.seed=9", "--noconfig.model.scan"]` -> `[("seed", "9"), ("model.scan", "false")]`"""
-    pairs = []
+    pairs: list[tuple[str, str]] = []
     queue = list(overrides)
     while queue:
         argument = queue.pop(0)
         match = re.fullmatch(r"--?(no)?config\.([^=]+)(?:=(.*))?", argument, re.DOTALL)
         if not match:
-            raise ConfigError(f"{show(argument)} is not an override such as --config.train.steps=100")
+            last = pairs[-1][0] if pairs else ""
+            switch = argument.lower() in ("true", "false") and isinstance(KEYS.get(last), bool)
+            hint = f"--config.{last}={argument}" if switch else "--config.train.steps=100"
+            raise ConfigError(f"{show(argument)} is not an override such as {hint}")
         negated, key, text = match.groups()
         if negated and text is not None:
             raise ConfigError(f"{clip(key)}: --noconfig.{clip(key)} takes no value")
@@ -155,6 +158,7 @@ def _override_legend(legend: dict[str, dict[str, Any]], key: str, text: str) -> 
     letter, _, name = key.removeprefix("model.legend").removeprefix(".").partition(".")
     if not (name and layout_language.is_letter(letter)):
         raise ConfigError(f"{clip(key)} can't be set: write model.legend.LETTER.FIELD=VALUE")
+    check_field_name(key, name)
     entry = legend.setdefault(letter, {})
     known = None if name in ("mixer", "ffn") else entry.get(name, DEFAULTS["model"].get(name))
     value = _literal(text) if known is None else typed(key, _from_text(text, type(known)), type(known))

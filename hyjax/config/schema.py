@@ -1,6 +1,6 @@
-"""The check of a config: the names of its keys, the type and range of each value, and what goes together.
+"""The check of a config: the names of its keys, and the type and range of each value.
 
-Plain dicts here; what a mixer's own fields may be, the models know.
+Plain dicts here; what a mixer's own fields may be, the models know. What goes together is in together.py.
 """
 
 import copy
@@ -12,11 +12,10 @@ from typing import Any
 
 from hyjax import layout as layout_language
 from hyjax.config.defaults import ABOVE_ZERO, CHOICES, DEFAULTS, ELEMENTS, ONE_UP, RANGES
-from hyjax.config.errors import ConfigError, clip, divisors_near, multiples_near, near, show
+from hyjax.config.errors import ConfigError, clip, near, show
+from hyjax.config.together import check_model, check_together
 
-# The sources that may stand in a mixture, and whether a path follows.
-MIXED_SOURCES = {"topics": False, "stdlib": False, "bible": False, "text": True, "corpus": True}
-TOKENIZERS = ("auto", "bytes", "letters")
+LEAST_FLOAT32, MOST_FLOAT32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # normal numbers: others become 0 or infinite
 
 _TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", tuple: "a tuple"}
 
@@ -48,7 +47,7 @@ def validate_model(model: Mapping) -> dict[str, Any]:
     Raises ConfigError. Needs no ml_collections. Lists become tuples.
     """
     checked = merge(DEFAULTS["model"], plain(model), "model.")
-    _check_layout(checked["layout"], checked["legend"])
+    check_model(checked)
     return checked
 
 
@@ -58,9 +57,7 @@ def check(config: Mapping) -> dict[str, Any]:
     Raises ConfigError. Needs no ml_collections. Lists become tuples.
     """
     checked = merge(DEFAULTS, plain(config))
-    _check_layout(checked["model"]["layout"], checked["model"]["legend"])
-    _check_data(checked["data"])
-    _check_together(checked)
+    check_together(checked)
     if plain(json.loads(json.dumps(checked, allow_nan=False))) != checked:
         raise ConfigError("this config changes on its way through JSON; use only scalars, strings and tuples")
     return checked
@@ -124,15 +121,18 @@ def _check_scalar(key: str, value: Any, kind: type, like: str) -> Any:
 
 
 def typed(key: str, value: Any, kind: Any) -> Any:
-    """`value` if it is of type `kind` (a whole number does for float) and can be stored; else ConfigError."""
+    """`value` if it is of type `kind` (a whole number does for float) and of a size for arrays; else ConfigError."""
     if kind is float and type(value) is int and abs(value) < 2**53:
-        return float(value)
-    if isinstance(value, int) and abs(value) >= 2**32:
-        raise ConfigError(f"{key} must be less than 2**32 in size")
+        value = float(value)
+    bits = 53 if kind is float else 32 if key == "seed" else 31
+    if isinstance(value, int) and abs(value) >= 2**bits:
+        raise ConfigError(f"{key} must be less than 2**{bits} in size")
     if type(value) is not kind:
         raise _wrong_type(key, value, kind)
     if kind is float and not math.isfinite(value):
         raise ConfigError(f"{key} must be a finite number, not {value}")
+    if kind is float and value and not LEAST_FLOAT32 <= abs(value) <= MOST_FLOAT32:
+        raise ConfigError(f"{key} must be 0 or from 1.2e-38 to 3.4e38 in size, which float32 holds, not {value}")
     if kind is str and any("\ud800" <= char <= "\udfff" for char in value):
         raise ConfigError(f"{key} must be text that UTF-8 can hold, not {show(value)}")
     return value
@@ -165,10 +165,14 @@ def _check_legend(legend: Any) -> dict[str, dict[str, Any]]:
     return checked
 
 
+def check_field_name(key: str, name: Any) -> None:
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", str(name)) or name in ("layout", "legend"):
+        raise ConfigError(f"{clip(key)}: {show(name)} can't be the name of a field")
+
+
 def check_field(key: str, name: Any, value: Any) -> Any:
     """One field of a legend entry: one that the model section has too is checked as there."""
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", str(name)) or name in ("layout", "legend"):
-        raise ConfigError(f"{key}: {show(name)} can't be the name of a field")
+    check_field_name(key, name)
     if name in ("mixer", "ffn"):
         return _check_part(key, name, value)
     if f"model.{name}" in KEYS:
@@ -187,95 +191,3 @@ def _check_part(key: str, name: str, value: Any) -> Any:
         wanted = "a name, a tuple of names" if name == "mixer" else "a name"
         raise ConfigError(f"{key} must be {wanted} or None, not {show(value)}")
     return value
-
-
-# ------------------------------------------------------------------------------------------------ what goes together
-
-
-def _check_layout(layout: str, legend: Mapping) -> None:
-    """The layout can be read, and every letter of it stands for something."""
-    try:
-        for letter in dict.fromkeys(layout_language.parse(layout)):
-            layout_language.kind_of(letter, legend)
-    except ValueError as error:
-        raise ConfigError(f"model.layout: {str(error).splitlines()[0]}") from None
-
-
-def _check_data(data: Mapping) -> None:
-    """The data section's keys against each other."""
-    path, source, checksum = data["path"], data["source"], data["checksum"]
-    if source == "text" and not path:
-        raise ConfigError("data.path is empty: data.source='text' reads the file or folder that it names")
-    if source == "corpus" and not path:
-        raise ConfigError("data.path is empty: data.source='corpus' reads the folder that `hyjax data tokenize` made")
-    if path and source not in ("text", "corpus"):
-        raise ConfigError(f"data.path={show(path)} is read only by data.source='text' or 'corpus', not {source!r}")
-    if checksum and source != "text":
-        raise ConfigError("data.checksum is that of the file data.path, which data.source='text' reads")
-    _check_mixture(source, data["mixture"], data["weights"])
-    _check_tokenizer(source, data["tokenizer"], data["eos"])
-    if not re.fullmatch(r"|[0-9a-f]{40}|[0-9a-f]{64}", checksum):
-        raise ConfigError(f"data.checksum must be a sha256 or sha1 in lower-case hex, not {show(checksum)}")
-    if not data["glob"]:
-        raise ConfigError("data.glob is empty: '*' means every file")
-    if source == "recall" and data["seq_len"] != (right := 2 * data["num_pairs"]):
-        raise ConfigError(
-            f"data.seq_len={data['seq_len']} must be {right}: "
-            f"recall shows each of data.num_pairs={data['num_pairs']} twice"
-        )
-
-
-def _check_mixture(source: str, mixture: tuple, weights: tuple) -> None:
-    """A mixture has sources that exist, each once and with its weight."""
-    if source != "mixture":
-        if mixture or weights:
-            raise ConfigError(f"data.mixture and data.weights are read only by data.source='mixture', not {source!r}")
-        return
-    if len(mixture) < 2:
-        raise ConfigError("data.mixture must name two sources or more, such as ('topics', 'text:PATH', 'corpus:PATH')")
-    if len(weights) != len(mixture):
-        raise ConfigError(f"data.weights has {len(weights)} entries for the {len(mixture)} sources of data.mixture")
-    if len(set(mixture)) < len(mixture):
-        raise ConfigError("data.mixture names a source twice; give it one weight")
-    for entry in mixture:
-        name, _, path = entry.partition(":")
-        if name not in MIXED_SOURCES:
-            hint = near(name, MIXED_SOURCES)
-            raise ConfigError(f"data.mixture: {show(entry)} is not one of {', '.join(MIXED_SOURCES)}{hint}")
-        if MIXED_SOURCES[name] != bool(path):
-            form = f"'{name}:PATH'" if MIXED_SOURCES[name] else repr(name)
-            raise ConfigError(f"data.mixture: write {form}, not {show(entry)}")
-
-
-def _check_tokenizer(source: str, name: str, eos: str) -> None:
-    """A tokenizer's name or a path to its file; what a corpus was made with can't be chosen anew."""
-    if name not in TOKENIZERS and not name.endswith(".json"):
-        known = ", ".join(TOKENIZERS)
-        raise ConfigError(
-            f"data.tokenizer must be {known} or a path to a .json file, not {show(name)}{near(name, TOKENIZERS)}"
-        )
-    if eos and not name.endswith(".json"):
-        raise ConfigError(f"data.eos={show(eos)} is a token of the JSON file data.tokenizer, which is {name!r}")
-
-
-def _check_together(config: Mapping) -> None:
-    """What one section asks of another."""
-    model, data, optimizer, train = config["model"], config["data"], config["optimizer"], config["train"]
-    batch, parts, steps = train["batch_size"], train["microbatches"], train["steps"]
-    if batch % parts:
-        raise ConfigError(
-            f"train.batch_size={batch} can't be split into train.microbatches={parts}: use a batch size of "
-            f"{multiples_near(batch, parts)}, or {divisors_near(batch, parts)} microbatches"
-        )
-    warmup, decay = optimizer["warmup_steps"], optimizer["decay_steps"]
-    if warmup > steps:
-        raise ConfigError(f"optimizer.warmup_steps={warmup} is more than train.steps={steps}")
-    if optimizer["schedule"] == "wsd" and warmup + decay > steps:
-        most = f"more than train.steps={steps} allows after the warm-up: {steps - warmup}"
-        raise ConfigError(f"optimizer.decay_steps={decay} is {most}")
-    for name in optimizer["decay"]:
-        if not all(part.isidentifier() for part in name.split("/")):
-            raise ConfigError(f"optimizer.decay: {show(name)} is no leaf's name; write ('kernel', 'weight')")
-    rows, length = model["max_positions"], data["seq_len"]
-    if model["position"] == "learned" and length > rows:
-        raise ConfigError(f"model.max_positions={rows} is less than data.seq_len={length}")

@@ -2,12 +2,13 @@
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hyjax.config.errors import ConfigError
 from hyjax.config.load import frozen
-from hyjax.config.schema import check, flatten
+from hyjax.config.schema import KEYS, check, flatten, plain
 
 if TYPE_CHECKING:
     from ml_collections import FrozenConfigDict
@@ -19,12 +20,42 @@ def to_json(config: Mapping) -> str:
 
 
 def from_json(text: str) -> "FrozenConfigDict":
-    """The config that `to_json` wrote, checked; a key it lacks takes its default. Raises ConfigError."""
+    """The config that `to_json` wrote, checked. Raises ConfigError.
+
+    A key that an older hyjax did not have takes its default, and a warning says which did (`defaulted` lists them).
+    """
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"the stored config is not JSON: {error}") from None
-    return frozen(config)
+    result = frozen(config)
+    if keys := defaulted(config):
+        values = ", ".join(f"{key}={KEYS[key]!r}" for key in keys)
+        _warn_once(f"the stored config is older than some keys, which take their defaults: {values}")
+    return result
+
+
+def defaulted(stored: Mapping) -> list[str]:
+    """The keys that a whole config, stored before there were such keys, leaves to their defaults; sorted."""
+    given = plain(stored)
+    return sorted(key for key in KEYS if not _holds(given, key.split(".")))
+
+
+def _holds(config: Any, path: list[str]) -> bool:
+    for name in path:
+        if not isinstance(config, dict) or name not in config:
+            return False
+        config = config[name]
+    return True
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        logging.getLogger(__name__).warning(message)
 
 
 def resolved_text(config: Mapping) -> str:

@@ -15,7 +15,7 @@ from itertools import batched
 
 import numpy as np
 
-from hyjax.data.sources import Document, _workable
+from hyjax.data.sources import Document, workable
 from hyjax.data.store import Store
 from hyjax.data.tokenizers import Tokenizer
 
@@ -131,7 +131,7 @@ def sides(store: Store, heldout: float) -> tuple[StoredCorpus, StoredCorpus]:
     count = bisect_left(range(size), True, key=lambda place: int(digests[place]) / 2**64 >= heldout)
     if count in (0, size):
         side = "to train on" if count else "to hold out"
-        hint = _workable([int(digests[place]) / 2**64 for place in (0, -1)])
+        hint = workable([int(digests[place]) / 2**64 for place in (0, -1)])
         raise ValueError(f"data.heldout={heldout} leaves none of {size} documents {side}: {hint}")
     return StoredCorpus(store, count, size), StoredCorpus(store, 0, count)
 

@@ -82,11 +82,11 @@ def split(documents: Sequence[Document], heldout: float) -> tuple[list[Document]
     count = sum(share < heldout for share in shares)
     if count == 0 or count == len(ranked):
         side = "to hold out" if count == 0 else "to train on"
-        raise ValueError(f"data.heldout={heldout} leaves none of {len(ranked)} documents {side}: " + _workable(shares))
+        raise ValueError(f"data.heldout={heldout} leaves none of {len(ranked)} documents {side}: " + workable(shares))
     return ranked[count:], ranked[:count]
 
 
-def _workable(shares: list[float]) -> str:
+def workable(shares: list[float]) -> str:
     if len(shares) < 2 or shares[0] == shares[-1]:
         return "give at least two documents that differ"
     least, most = math.floor(shares[0] * 1e6 + 1) / 1e6, math.floor(shares[-1] * 1e6) / 1e6

@@ -83,6 +83,7 @@ attention = over_mesh(
     kernels.attention, dict(_QKV, q_positions="b", kv_positions="b", kv_segment_ids="b", sinks="h"), "b.h"
 )
 linear_scan = over_mesh(kernels.linear_scan, _SCAN, ("b.h", "bh"))
+delta_scan = over_mesh(kernels.delta_scan, dict(_SCAN, beta="b.h"), ("b.h", "bh"))
 diagonal_scan = over_mesh(kernels.diagonal_scan, _DIAGONAL, ("b.h", "bh"))
 selective_scan = over_mesh(kernels.selective_scan, _SELECTIVE, ("b.h", "bh"))
 short_conv = over_mesh(kernels.short_conv, _CONV, ("b.h", "b.h"))

@@ -5,17 +5,21 @@
     workdir/checkpoints/STEP      everything that the next step depends on
     workdir/compilation_cache     so that a restart compiles nothing anew
     workdir/loss.png, result.json  at the end
+    workdir/lock                  which process is at work here
+    workdir/stall-ATTEMPT.txt     every thread's stack, where an attempt hung
 
 Running it again goes on where it stopped: the batch of a step is a function of the seed and the step, and the rest is
-in the checkpoint.
+in the checkpoint. What a signal does is told in signals.py, what a hang does in watchdog.py.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,249 +28,285 @@ import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
 from hyjax import config as configs
-from hyjax.config import ConfigError
-from hyjax.cost import count_params, flops_per_token
-from hyjax.data import Data, build, fingerprint_diff
+from hyjax.cost import flops_per_token
+from hyjax.data import Data, Loader
 from hyjax.evals.baselines import baselines
-from hyjax.generate import make_sampler
+from hyjax.generate import make_sampler, prompt_ids
 from hyjax.models import HybridLM
 from hyjax.train import optimizer as optimizers
-from hyjax.train.checkpoint import Checkpointer, Restored
-from hyjax.train.metrics import Logger, Throughput, describe_metrics
+from hyjax.train import setup
+from hyjax.train.checkpoint import Checkpointer, CheckpointError
+from hyjax.train.export import load_params
+from hyjax.train.lock import locked
+from hyjax.train.metrics import Logger, Throughput, describe_metrics, next_attempt
 from hyjax.train.plots import loss_plot
 from hyjax.train.profile import StepTrace
+from hyjax.train.signals import Signals, Stopped
 from hyjax.train.step import TrainState, create_state, diagnose, make_eval_step, make_train_step, replicate
-
-# Keys of the model that change how it is computed, not what: a run may go on with others.
-SAME_FUNCTION = ("model.remat", "model.scan", "model.implementation", "model.loss_chunk", "model.state_dtype")
+from hyjax.train.watchdog import Watchdog
 
 
 class NonFiniteError(RuntimeError):
     """A loss or a gradient was not finite: the message names the step and the first tensor that is not."""
 
 
-def train(config: Mapping[str, Any], workdir: str | Path, *, profile: tuple[int, int] | None = None) -> dict[str, Any]:
+def train(
+    config: Mapping[str, Any],
+    workdir: str | Path,
+    *,
+    profile: tuple[int, int] | None = None,
+    accept_data_change: bool = False,
+) -> dict[str, Any]:
     """Trains as `config` (complete and checked, from `hyjax.config.load`) says, and returns the last evaluation.
 
     Args:
       workdir: where everything goes; if it holds a checkpoint of this run, training goes on from it.
       profile: (start, stop), steps counted from the first of this attempt that a trace is written of.
+      accept_data_change: go on with other data than the checkpoint's; what changed is recorded.
 
     Raises:
-      ConfigError: the parts of the config do not fit each other or the data, or the workdir holds another run.
+      ConfigError: the parts of the config do not fit each other or the data, or the workdir holds another run, or
+        another process is at work in it.
       NonFiniteError: a loss or gradient was not finite; the parameters on disk are those before that step.
+      Stopped: SIGTERM or Ctrl-C came, and the last finished step is saved. (The process may be ended as well: see
+        hyjax.train.signals and hyjax.train.watchdog.)
     """
     workdir = Path(workdir)
-    with _as_config_errors():
-        (workdir / "checkpoints").mkdir(parents=True, exist_ok=True)
-    compilation_cache.reset_cache()  # a run before this one in the same process left its own folder open
-    compilation_cache.set_cache_dir(str(workdir.absolute() / "compilation_cache"))
     settings, steps = config["train"], config["train"]["steps"]
+    with contextlib.ExitStack() as stack:
+        checkpointer = Checkpointer(
+            workdir / "checkpoints",
+            settings["keep"],
+            keep_every=settings["keep_every"],
+            keep_best=settings["keep_best"],
+            verify=settings["verify"],
+        )
+        with setup.as_config_errors():
+            workdir.mkdir(parents=True, exist_ok=True)
+            checkpointer.check_writable()
+            lock_notice = stack.enter_context(locked(workdir))
+        stop = stack.enter_context(Signals(settings["grace_seconds"]))
+        watchdog = stack.enter_context(Watchdog(settings["stall_seconds"], settings["start_seconds"]))
+        watchdog.path = workdir / f"stall-{next_attempt(workdir)}.txt"
+        compilation_cache.reset_cache()  # a run before this one in the same process left its own folder open
+        compilation_cache.set_cache_dir(str(workdir.absolute() / "compilation_cache"))
 
-    # ------------------------------------------------------------------------------------ model, data, optimizer
-    model = HybridLM(config["model"])
-    data = _build_data(config, model)
-    mesh = _data_mesh(settings["batch_size"], settings["microbatches"])
+        # -------------------------------------------------------------------------------- model, data, optimizer
+        model = HybridLM(config["model"])
+        data = setup.build_data(config, model)
+        mesh = setup.data_mesh(settings["batch_size"], settings["microbatches"])
 
-    init_key, run_key = jax.random.split(jax.random.key(config["seed"]))
-    params = jax.jit(model.init)(init_key, data.train.batch(0)["tokens"][:1])["params"]
-    with _as_config_errors():
-        schedule = optimizers.schedule(config["optimizer"], steps)
-        optimizer = optimizers.build(config["optimizer"], steps, params)
-    state = create_state(params, optimizer, run_key)
-    state = state if mesh is None else replicate(state, mesh)
-    train_step = make_train_step(model, optimizer, schedule, settings["microbatches"], mesh)
-    evaluate = _make_evaluate(make_eval_step(model, mesh), data)
+        init_key, run_key = jax.random.split(jax.random.key(config["seed"]))
+        params = jax.jit(model.init)(init_key, data.train.batch(0)["tokens"][:1])["params"]
+        with setup.as_config_errors():
+            schedule = optimizers.schedule(config["optimizer"], steps)
+            optimizer = optimizers.build(config["optimizer"], steps, params)
+        state = create_state(params, optimizer, run_key)
+        state = state if mesh is None else replicate(state, mesh)
+        train_step = make_train_step(model, optimizer, schedule, settings["microbatches"], mesh)
 
-    # ------------------------------------------------------------------------------------ resume
-    checkpointer = Checkpointer(workdir / "checkpoints", settings["keep"])
-    with _as_config_errors():
-        found = checkpointer.restore_latest(state)
-    if found is not None:
-        _check_same_run(found, config, data)
-        state = found.state
-    start = int(state.step)
-    with _as_config_errors():
-        logger = Logger(workdir, steps)
-        (workdir / "config.json").write_text(configs.to_json(config))
-    logger.print("\n".join(_describe(config, model, data, params, found)))
-    extra = {"config": json.loads(configs.to_json(config)), "data": data.fingerprint}
+        # -------------------------------------------------------------------------------- resume
+        with setup.as_config_errors():
+            found = checkpointer.restore_latest(state, must=settings["resume"] == "must")
+        accepted = setup.check_same_run(found, config, data, accept_data_change) if found else []
+        if found is not None:
+            state = found.state
+        elif settings["init_from"]:
+            with setup.as_config_errors():
+                state = state.replace(params=load_params(settings["init_from"], state.params))
+        start = int(state.step)
+        if start < steps:
+            checkpointer.check_space(state)
+        changes = [*(found.extra.get("data_changes", []) if found else [])]
+        changes += [{"step": start, "changes": accepted}] if accepted else []
+        with setup.as_config_errors():
+            logger = Logger(workdir, steps, start)
+            stack.callback(logger.close)
+            (workdir / "config.json").write_text(configs.to_json(config))
+            setup.keep_tokenizer(data, workdir)
+        stack.enter_context(_in_order(logger, checkpointer, stop, watchdog))
+        notices = [f"note     {text}" for text in (lock_notice, stop.unhandled) if text]
+        logger.print("\n".join([*notices, *setup.describe(config, model, data, params, found, accepted)]))
+        if accepted:
+            logger.log(start, {"accepted": accepted}, split="data_change")
+        extra = {"config": json.loads(configs.to_json(config)), "data": data.fingerprint, "data_changes": changes}
+        saves = Saves(checkpointer, extra, start, found.extra.get("evaluated", start) if found else start)
 
-    # ------------------------------------------------------------------------------------ train
-    devices = jax.devices()
-    flops = flops_per_token(config["model"], config["data"]["seq_len"])["model"]["total"]
-    throughput = Throughput(flops, devices[0].device_kind, 1 if mesh is None else len(devices))
-    trace = StepTrace(workdir, start + profile[0], profile[1] - profile[0]) if profile else None
-    sampler = _make_sampler(config, model, data)
-    tokens_a_step = settings["batch_size"] * config["data"]["seq_len"]
-    try:
-        for step, batch in zip(range(start, steps), data.train.batches(start), strict=False):
-            if trace:
-                trace.before(step)
-            state, metrics = train_step(state, batch)
-            if trace:
-                trace.after(step, metrics)
-            throughput.add(tokens_a_step)
-            done = step + 1
-            last = done == steps
-
-            if done % settings["log_every"] == 0 or last or step == start:
-                metrics = jax.device_get(metrics)
-                _stop_if_not_finite(model, state, data, settings["microbatches"])
-                if step == start:  # its time went into compiling
-                    throughput.start()
-                logger.log(done, metrics | throughput.read())
-            with throughput.paused():
-                every = config["eval"]["every"]
-                if every and done % every == 0 and not last:
-                    logger.log(done, evaluate(state.params, config["eval"]["batches"]), split="heldout")
-                    if sampler:
-                        logger.log_text(done, "sample", sampler(state.params, step))
-                if done % settings["checkpoint_every"] == 0 or last:
-                    _stop_if_not_finite(model, state, data, settings["microbatches"])
-                    checkpointer.save(done, state, extra)
-        checkpointer.close()
-
-        # -------------------------------------------------------------------------------- what came out
-        result = evaluate(state.params, None if config["eval"]["final"] else config["eval"]["batches"])
-        logger.log(steps, result, split="heldout")
-        if sampler:
-            logger.log_text(steps, "sample", sampler(state.params, steps))
-        return _report(workdir, config, data, result, logger)
-    finally:
+        # -------------------------------------------------------------------------------- train
+        devices = jax.devices()
+        flops = flops_per_token(config["model"], config["data"]["seq_len"])["model"]["total"]
+        throughput = Throughput(flops, devices[0].device_kind, 1 if mesh is None else len(devices))
+        trace = StepTrace(workdir, start + profile[0], profile[1] - profile[0]) if profile else None
         if trace:
-            trace.close()
-        logger.close()
+            stack.callback(trace.close)
+        evaluate = _make_evaluate(make_eval_step(model, mesh), data, stop, watchdog)
+        sample = _make_sample(config, model, data, logger, watchdog)
+        tokens_a_step = settings["batch_size"] * config["data"]["seq_len"]
+        batches, metrics = data.train.batches(start), None
+        check = functools.partial(_stop_if_not_finite, model, data, settings["microbatches"])
+        try:
+            for done in range(start, steps + 1):
+                # What is due between two steps. Nothing here donates the state: a signal's thread may save it.
+                last, every = done == steps, config["eval"]["every"]
+                to_save = saves.newest != done and (last or done % settings["checkpoint_every"] == 0)
+                due = (every and done % every == 0 and not last) or (to_save and settings["keep_best"])
+                to_evaluate = due and saves.evaluated != done
+                if to_save or to_evaluate:
+                    check(state)
+                    with throughput.paused():
+                        if to_evaluate:
+                            with stop.rescuable(functools.partial(saves.finish, done, state)):
+                                heldout = evaluate(state.params, config["eval"]["batches"], done)
+                                if not last:  # after the last step comes the final one
+                                    logger.log(done, heldout, split="heldout")
+                                    sample(state.params, done)
+                            saves.evaluated, saves.loss = done, heldout["loss"]
+                        if to_save:
+                            watchdog.begins("save", done)
+                            saves.save(done, state)
+                checkpointer.poll()
+                stop.check(done)
+                if last:
+                    break
+
+                watchdog.begins("training step", done)
+                batch = next(batches)
+                if trace:
+                    trace.before(done)
+                before, (state, metrics) = metrics, train_step(state, batch)
+                stop.working()
+                jax.block_until_ready(
+                    before
+                )  # at most one step in flight: the watchdog hears of steps that are complete
+                if trace:
+                    trace.after(done, metrics)
+                throughput.add(tokens_a_step)
+                if (done + 1) % settings["log_every"] == 0 or done + 1 == steps or done == start:
+                    values = jax.device_get(metrics)
+                    check(state)
+                    if done == start:  # its time went into compiling
+                        throughput.start()
+                    logger.log(done + 1, values | throughput.read() | {"batch_crc32": _crc32(batch["tokens"])})
+            watchdog.begins("save", steps)
+            checkpointer.close()
+
+            # ---------------------------------------------------------------------------- what came out
+            with stop.rescuable():
+                final = None if config["eval"]["final"] else config["eval"]["batches"]
+                result = evaluate(state.params, final, steps)
+                logger.log(steps, result, split="heldout")
+                by_source = {}
+                for name, heldout_rows in data.heldout_by_source.items():
+                    by_source[name] = evaluate(state.params, final, steps, heldout_rows)
+                    logger.log(steps, by_source[name], split=f"heldout {name}")
+                sample(state.params, steps)
+                watchdog.begins("report", steps)
+                summary = _report(workdir, config, data, result, by_source, logger)
+                stop.check(steps)
+                return summary
+        except Stopped:
+            watchdog.begins("save", done)
+            check(state)
+            saves.finish(done, state)
+            raise
 
 
-def _build_data(config: Mapping[str, Any], model: HybridLM) -> Data:
-    """The data, once it is clear that the model can be trained on it."""
-    given = config["model"]
-    with _as_config_errors():
-        data = build(config["data"], batch_size=config["train"]["batch_size"], seed=config["seed"])
-        if tuple(given["streams"]) != data.streams:
-            raise ValueError(f"model.streams is {tuple(given['streams'])}; the data has streams {data.streams}")
-        if given["position"] == "learned" and data.tokenizer and config["eval"]["sample_tokens"]:
-            longest = len(_prompt(config, data)) + config["eval"]["sample_tokens"]
-            if longest > given["max_positions"]:
-                raise ValueError(
-                    f"eval.sample_tokens and the prompt need {longest} positions; model.max_positions is"
-                    f" {given['max_positions']}"
-                )
-        if given["vocab_size"] != data.vocab_size:
-            raise ValueError(f"model.vocab_size is {given['vocab_size']}; the data has {data.vocab_size} ids")
-        batch = data.train.batch(0)
-        variables = jax.eval_shape(model.init, jax.random.key(0), batch["tokens"])
-        jax.eval_shape(model.loss, variables, batch)  # what an operator refuses is said before any device works
-        if not data.heldout.num_targets:
-            raise ValueError("data.heldout leaves no token to predict: hold out more, or longer documents")
-    return data
+class Saves:
+    """Saves each step at most once, whoever asks: the loop, or the thread that ends the process in its place."""
+
+    def __init__(self, checkpointer: Checkpointer, extra: Mapping[str, Any], newest: int, evaluated: int):
+        self.newest = newest  # the step that is on disk, or on its way; step 0 can be made again and counts as saved
+        self.evaluated = evaluated  # the step whose evaluation is done: a run that was stopped in one begins with it
+        self.loss = math.nan  # of that evaluation
+        self._checkpointer, self._extra = checkpointer, extra
+
+    def save(self, step: int, state: TrainState) -> None:
+        """Returns when the arrays are copied, perhaps before they are on disk."""
+        if step != self.newest:
+            measured = {"loss": self.loss} if self.evaluated == step else {}
+            self._checkpointer.save(step, state, {**self._extra, "evaluated": self.evaluated}, measured)
+            self.newest = step
+
+    def finish(self, step: int, state: TrainState) -> None:
+        """Returns when this step, and any save before, is on disk."""
+        self.save(step, state)
+        self._checkpointer.wait()
 
 
 @contextlib.contextmanager
-def _as_config_errors() -> Iterator[None]:
-    """What is refused in here is the config, the data or the workdir, not a fault of the code."""
+def _in_order(logger: Logger, checkpointer: Checkpointer, stop: Signals, watchdog: Watchdog) -> Iterator[None]:
+    """However the run ends: a save under way is finished, and the last record says why it ended."""
+
+    def record(reason: str) -> None:
+        logger.log(watchdog.phase.step, {"reason": reason}, split="end")
+
+    stop.record = watchdog.record = record
     try:
         yield
-    except (ValueError, RuntimeError, OSError) as error:
-        raise ConfigError(str(error)) from error
+    except BaseException as error:
+        names = {NonFiniteError: "not finite", CheckpointError: "checkpoint", KeyboardInterrupt: "interrupted"}
+        reason = error.reason if isinstance(error, Stopped) else names.get(type(error), type(error).__name__)
+        with contextlib.suppress(CheckpointError, OSError):  # such as of a full disk: `error` came first, and is told
+            record(reason)
+            if not isinstance(error, KeyboardInterrupt):  # a second Ctrl-C waits for nothing
+                checkpointer.close()
+        raise
+    record("done")
 
 
-def _data_mesh(batch_size: int, microbatches: int) -> jax.sharding.Mesh | None:
-    """All devices along `data`, each with its share of every microbatch; None where there is one device."""
-    devices = len(jax.devices())
-    if devices == 1:
-        return None
-    share = devices * microbatches
-    if batch_size % share:
-        below, above = batch_size // share * share, -(-batch_size // share) * share
-        near = f"{below} or {above}" if below else str(above)
-        raise ConfigError(
-            f"train.batch_size is {batch_size}; {devices} devices with {microbatches} microbatches need {near}"
-        )
-    return jax.make_mesh((devices,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+def _make_evaluate(
+    eval_step: Callable, data: Data, stop: Signals, watchdog: Watchdog
+) -> Callable[..., dict[str, float]]:
+    """`evaluate(params, batches, step)`: over that many held-out batches, evenly spread (None: all of them); over
+    another loader's where one is given.
 
+    Raises Stopped between two batches after a signal.
+    """
 
-def _check_same_run(found: Restored, config: Mapping[str, Any], data: Data) -> None:
-    """Refuses to go on with another model, or with other data, whose order is part of the run."""
-    here = json.loads(configs.to_json(config))
-    for key, old, new in configs.diff(found.extra["config"], here):
-        if key.startswith("model.") and key not in SAME_FUNCTION:
-            raise ConfigError(f"the workdir holds a run with {key}={old!r}, not {new!r}: choose another --workdir")
-    changed = fingerprint_diff(found.extra["data"], data.fingerprint)
-    if changed:
-        raise ConfigError(f"the workdir holds a run on other data: {' '.join(changed)} Choose another --workdir.")
-    if found.step > config["train"]["steps"]:
-        raise ConfigError(f"train.steps is {config['train']['steps']}, but the workdir's run is at step {found.step}")
-
-
-def _describe(
-    config: Mapping[str, Any], model: HybridLM, data: Data, params: Any, found: Restored | None
-) -> Iterable[str]:
-    """The lines that a run starts with."""
-    count = count_params(config["model"])
-    yield f"model    {config['model']['layout']} · width {config['model']['width']} · {count['total']:,} parameters"
-    yield f"data     {data.description}"
-    if config["optimizer"]["weight_decay"]:
-        decayed, kept = optimizers.decay_list(params, config["optimizer"]["decay"])
-        yield f"decayed  {', '.join(decayed)}"
-        yield f"not      {', '.join(kept)}"
-    else:
-        yield "decayed  nothing (optimizer.weight_decay is 0)"
-    if found is None:
-        yield "start    from step 0: the workdir holds no checkpoint"
-        return
-    for skip in found.skipped:
-        yield f"skipped  the checkpoint of step {skip.step}: {skip.reason}"
-    yield f"resume   from step {found.step}"
-    for key, old, new in configs.diff(found.extra["config"], json.loads(configs.to_json(config))):
-        yield f"changed  {key} was {old!r} and is {new!r}"
-
-
-def _make_evaluate(eval_step: Callable, data: Data) -> Callable[[Any, int | None], dict[str, float]]:
-    """`evaluate(params, batches)`: over that many held-out batches, evenly spread (None: all of them)."""
-
-    def evaluate(params: Any, batches: int | None) -> dict[str, float]:
-        count = data.heldout.num_batches
+    def evaluate(params: Any, batches: int | None, step: int, loader: Loader = data.heldout) -> dict[str, float]:
+        count = loader.num_batches
         chosen = range(count) if batches is None else np.unique(np.linspace(0, count - 1, batches).round().astype(int))
         sums: dict[str, float] = {}
         for index in chosen:
-            for name, value in jax.device_get(eval_step(params, data.heldout.batch(int(index)))).items():
+            stop.check(step)
+            watchdog.begins("evaluation", step)
+            for name, value in jax.device_get(eval_step(params, loader.batch(int(index)))).items():
                 sums[name] = sums.get(name, 0.0) + float(value)
         tokens = sums["weight"] or math.nan  # a few batches may hold none that counts
         result = {"loss": sums["loss"] / tokens, "accuracy": sums["correct"] / tokens}
-        if data.heldout.num_bytes:
-            per_byte = data.heldout.num_targets / data.heldout.num_bytes
+        if loader.num_bytes:
+            per_byte = loader.num_targets / loader.num_bytes
             result["bits_per_byte"] = result["loss"] * per_byte / math.log(2)
         return result
 
     return evaluate
 
 
-def _prompt(config: Mapping[str, Any], data: Data) -> np.ndarray:
-    """Ids of eval.prompt; where it is empty, what stands before a document: the end of another, or a space."""
-    text, tokenizer = config["eval"]["prompt"], data.tokenizer
-    assert tokenizer is not None
-    return tokenizer.encode(text) if text else np.array([tokenizer.eos or 0], np.int32)
-
-
-def _make_sampler(config: Mapping[str, Any], model: HybridLM, data: Data) -> Callable[[Any, int], str] | None:
-    """`sample(params, step)` -> text; None where the data is no text or no sample is asked for."""
+def _make_sample(
+    config: Mapping[str, Any], model: HybridLM, data: Data, logger: Logger, watchdog: Watchdog
+) -> Callable[[Any, int], None]:
+    """`sample(params, step)` logs a text; it does nothing where the data is no text or no sample is asked for."""
     settings, tokenizer = config["eval"], data.tokenizer
     if tokenizer is None or not settings["sample_tokens"]:
-        return None
-    prompt = _prompt(config, data)
+        return lambda params, step: None
+    prompt = np.array([prompt_ids(tokenizer, settings["prompt"])], np.int32)
     sampler = make_sampler(model, settings["sample_tokens"], settings["temperature"])
     key = jax.random.key(config["seed"])
 
-    def sample(params: Any, step: int) -> str:
-        tokens = sampler(params, prompt[None], jax.random.fold_in(key, step))
-        return settings["prompt"] + tokenizer.decode(np.asarray(tokens[0]))
+    def sample(params: Any, step: int) -> None:
+        watchdog.begins("sample", step)
+        tokens = sampler(params, prompt, jax.random.fold_in(key, step))
+        logger.log_text(step, "sample", settings["prompt"] + tokenizer.decode(np.asarray(tokens[0])))
 
     return sample
 
 
-def _stop_if_not_finite(model: HybridLM, state: TrainState, data: Data, microbatches: int) -> None:
+def _crc32(tokens: Any) -> str:
+    """Eight hex digits by which the batches of two runs are compared."""
+    return f"{zlib.crc32(np.ascontiguousarray(tokens)):08x}"
+
+
+def _stop_if_not_finite(model: HybridLM, data: Data, microbatches: int, state: TrainState) -> None:
     """Raises where a step was refused; the state is still the one that met the fault."""
     if int(state.skipped):
         step = int(state.step)
@@ -275,7 +315,12 @@ def _stop_if_not_finite(model: HybridLM, state: TrainState, data: Data, microbat
 
 
 def _report(
-    workdir: Path, config: Mapping[str, Any], data: Data, result: Mapping[str, float], logger: Logger
+    workdir: Path,
+    config: Mapping[str, Any],
+    data: Data,
+    result: Mapping[str, float],
+    by_source: Mapping[str, Mapping[str, float]],
+    logger: Logger,
 ) -> dict[str, Any]:
     """Draws the loss, sets the baselines beside the model, and writes both down."""
     others = baselines(data)
@@ -284,6 +329,7 @@ def _report(
     for name, bits in others.items():
         logger.print(f"  {name:<12} {bits:.4f} bits/byte on the same text")
     summary = {"step": config["train"]["steps"], "heldout": dict(result), "baselines": others}
+    summary |= {"heldout_by_source": dict(by_source)} if by_source else {}
     (workdir / "result.json").write_text(json.dumps(summary, indent=2) + "\n")
     title = f"{config['model']['layout']} on {config['data']['source']}"
     plot = loss_plot([workdir], others, workdir / "loss.png", title)

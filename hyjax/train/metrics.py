@@ -4,8 +4,9 @@
 
     {"step": 20, "attempt": 1, "time": 1718900000.25, "split": "train", "loss": 2.31, ...}
 
-`attempt` counts the times the run was started in this workdir, from 1. A run that resumes at an earlier step than it
-was stopped at writes those steps again, under its own attempt; `read_records` keeps the newest of each.
+`attempt` counts the times the run was started in this workdir, from 1; each has an empty file `attempts/NUMBER`, which
+is how processes that start at once have different numbers. A run that resumes at an earlier step than it was stopped
+at writes those steps again, under its own attempt; `read_records` keeps the newest of each.
 """
 
 import contextlib
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 FILE = "metrics.jsonl"
+CLAIMS = "attempts"
 _unique = itertools.count()
 
 # Dense bfloat16 peak of one JAX device (FLOP/s), from the makers' data sheets; the longest name that the device's kind
@@ -127,24 +129,25 @@ class Throughput:
 class Logger:
     """Writes `workdir/metrics.jsonl` and TensorBoard events beside it, and reports on standard output.
 
-    Opening it again, in this process or another, appends: no line or event of an earlier attempt is lost. On a
-    terminal there is a progress bar of `steps` steps, elsewhere a plain line a report.
+    Opening it again, in this process or another, even at the same moment, appends: no line or event of another attempt
+    is lost. On a terminal there is a progress bar of `steps` steps, elsewhere a plain line a report. `start` is the
+    step that this attempt goes on from.
     """
 
-    def __init__(self, workdir: str | Path, steps: int, console: bool = True):
+    def __init__(self, workdir: str | Path, steps: int, start: int = 0, console: bool = True):
         self.workdir = Path(workdir)
         self.workdir.mkdir(parents=True, exist_ok=True)
-        path = self.workdir / FILE
-        old = path.read_bytes() if path.exists() else b""
-        self.attempt = 1 + max((record["attempt"] for record in _parse(old)), default=0)
-        self._file = path.open("a", encoding="utf-8")
-        if old and not old.endswith(b"\n"):
-            self._file.write("\n")  # a line that a kill cut off stays a line of its own
+        self.attempt = _claim_attempt(self.workdir)
+        self._file = (self.workdir / FILE).open("ab+", buffering=0)
+        self._gap = b""  # what ends a line that a kill or a full disk cut off, so that it costs only itself
+        if self._file.seek(0, os.SEEK_END):
+            self._file.seek(-1, os.SEEK_END)
+            self._gap = b"" if self._file.read(1) == b"\n" else b"\n"
         self._events = _event_writer(self.workdir, self.attempt)
         self._steps = steps
         self._bar = _bar(steps) if console and sys.stdout.isatty() else None
         self._console = console
-        self._write({"step": None, "split": "start", "pid": os.getpid()})
+        self._write({"step": start, "split": "start", "pid": os.getpid()})
 
     def log(self, step: int, metrics: Mapping[str, Any], split: str = "train") -> None:
         """Record numbers (or None) at a step: the number of updates done. `split` says where they come from."""
@@ -152,7 +155,7 @@ class Logger:
         self._write({"step": step, "split": split} | {name: _jsonable(value) for name, value in values.items()})
         if self._events is not None:
             for name, value in values.items():
-                if isinstance(value, int | float):
+                if isinstance(value, int | float) and math.isfinite(value):  # it complains of others on stderr
                     self._events.add_scalar(f"{split}/{name}", value, step)
         self._show(step, values, split)
 
@@ -181,11 +184,16 @@ class Logger:
 
     def _write(self, record: dict[str, Any]) -> None:
         head = {"step": record.pop("step"), "attempt": self.attempt, "time": round(time.time(), 3)}
-        self._file.write(json.dumps(head | record, allow_nan=False) + "\n")
-        self._file.flush()
+        line = self._gap + json.dumps(head | record, allow_nan=False).encode() + b"\n"
+        self._gap = b"\n"
+        while line:  # at once, where the disk has room: lines of two processes don't mix
+            line = line[self._file.write(line) :]
+        self._gap = b""
 
     def _show(self, step: int, values: Mapping[str, Any], split: str) -> None:
         line = describe_metrics(values)
+        if not line:  # nothing that a person follows
+            return
         if self._bar is None:
             self.print(f"step {step:>{len(str(self._steps))}}/{self._steps}  {split}  {line}")
         elif split == "train":
@@ -219,7 +227,7 @@ def read_records(workdir: str | Path, split: str | None = None) -> list[dict[str
     Where attempts overlap, an earlier attempt's lines at or beyond the first step that a later one logged in the
     same split are left out. Lines cut off by a kill, and the marks of starts, are left out too.
     """
-    records = [r for r in _parse((Path(workdir) / FILE).read_bytes()) if r["step"] is not None]
+    records = [r for r in _parse((Path(workdir) / FILE).read_bytes()) if r["split"] != "start"]
     first: dict[tuple[str, int], int] = {}
     for record in records:
         key = (record["split"], record["attempt"])
@@ -233,6 +241,26 @@ def read_records(workdir: str | Path, split: str | None = None) -> list[dict[str
 
     kept = [r for r in records if not superseded(r) and split in (None, r["split"])]
     return sorted(kept, key=lambda record: (record["step"], record["time"]))
+
+
+def next_attempt(workdir: str | Path) -> int:
+    """The number that a logger opened in this workdir would have, if no other is opened before."""
+    path, claims = Path(workdir) / FILE, Path(workdir) / CLAIMS
+    taken = [record["attempt"] for record in _parse(path.read_bytes())] if path.exists() else []
+    taken += [int(claim.name) for claim in claims.iterdir() if claim.name.isdecimal()] if claims.is_dir() else []
+    return 1 + max(taken, default=0)
+
+
+def _claim_attempt(workdir: Path) -> int:
+    """A number that no other attempt in this workdir has or will have: its file can be created only once."""
+    (workdir / CLAIMS).mkdir(exist_ok=True)
+    attempt = next_attempt(workdir)
+    while True:
+        try:
+            (workdir / CLAIMS / str(attempt)).touch(exist_ok=False)
+            return attempt
+        except FileExistsError:
+            attempt += 1
 
 
 def _parse(content: bytes) -> list[dict[str, Any]]:

@@ -1,10 +1,12 @@
 """Configs as text: JSON, resolved lines, fingerprints and differences."""
 
+import json
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hyjax.config import CHOICES, ConfigError, check, diff, fingerprint, from_json, resolved_text, to_json
+from hyjax.config import CHOICES, ConfigError, check, defaulted, diff, fingerprint, from_json, resolved_text, to_json
 from hyjax.config.schema import KEYS
 
 SCALARS = st.one_of(st.booleans(), st.integers(1, 64), st.floats(0.01, 0.5), st.text(max_size=8))
@@ -16,7 +18,7 @@ SECTIONS = st.fixed_dictionaries(
         "seed": st.integers(0, 2**32 - 1),
         "model": st.fixed_dictionaries(
             {
-                "legend": st.dictionaries(st.sampled_from("AGWx-"), FIELDS, max_size=3),
+                "legend": st.dictionaries(st.sampled_from("AGWM-"), FIELDS, max_size=3),
                 "streams": st.lists(st.integers(1, 1000), max_size=3).map(tuple),
                 "norm_eps": st.floats(1e-12, 1e-2),
                 "qk_norm": st.booleans(),
@@ -56,9 +58,27 @@ def test_from_json_refuses():
         assert fragment in str(caught.value)
 
 
+def test_a_config_stored_by_an_older_version_says_which_keys_took_their_default(caplog):
+    stored = json.loads(to_json({"seed": 5, "model": {"legend": {"A": {"kv_heads": 2}}}}))
+    assert defaulted(stored) == [] and check(from_json(json.dumps(stored)))["seed"] == 5 and not caplog.records
+    del stored["train"]["verify"], stored["eval"], stored["model"]["legend"], stored["seed"]
+    keys = ["model.legend", "seed", "train.verify", *(key for key in KEYS if key.startswith("eval."))]
+    assert defaulted(stored) == sorted(keys)
+    for _ in range(2):
+        assert from_json(json.dumps(stored)).train.verify is True
+    [record] = caplog.records  # once
+    assert (
+        record.levelname == "WARNING" and "train.verify=True" in record.message and "eval.every=200" in record.message
+    )
+    with pytest.raises(ConfigError, match=r"train.verfy is not a key of the config; did you mean train.verify\?"):
+        from_json('{"train": {"verfy": true}}')
+
+
 def changed(key, value):
     """A config that differs from the defaults in `key`, legal by itself."""
     special = {
+        "data.tokenizer": "letters",
+        "train.init_from": "runs/other",
         "model.layout": "GA",
         "model.legend": {"A": {"ffn": None}},
         "model.streams": (5,),
@@ -81,7 +101,8 @@ def changed(key, value):
 
 
 def test_fingerprint_and_diff_see_every_key():
-    keys = {key: value for key, value in KEYS.items() if key not in ("data.path", "data.checksum")}  # need source
+    others = ("data.path", "data.checksum", "data.mixture", "data.weights", "data.eos")  # legal beside others alone
+    keys = {key: value for key, value in KEYS.items() if key not in others}
     seen = {fingerprint({})}
     for key, value in keys.items():
         got = [entry[0] for entry in diff({}, changed(key, value))]

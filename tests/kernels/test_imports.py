@@ -15,7 +15,7 @@ def test_imports_with_jax_alone_and_does_no_array_work():
 import sys
 for name in {BLOCKED!r}:
     sys.modules[name] = None  # importing it raises ImportError
-from hyjax.kernels import attention, linear_scan, short_conv
+from hyjax.kernels import attention, delta_scan, diagonal_scan, linear_scan, selective_scan, short_conv
 import jax
 assert not jax._src.xla_bridge._backends, "importing started a backend"
 """

@@ -16,7 +16,13 @@ from tests.kernels import common
 B, T, H, HV, K, V = 8, 20, 2, 4, 4, 6
 SHAPES = {
     "attention": dict(q=(B, T, HV, K), k=(B, T, H, K), v=(B, T, H, V), sinks=(HV,)),
-    "linear_scan": dict(q=(B, T, H, K), k=(B, T, H, K), v=(B, T, HV, V), log_decay=(B, T, HV), initial_state=(B, HV, K, V)),
+    "linear_scan": dict(
+        q=(B, T, H, K), k=(B, T, H, K), v=(B, T, HV, V), log_decay=(B, T, HV), initial_state=(B, HV, K, V)
+    ),
+    "delta_scan": dict(
+        q=(B, T, H, K), k=(B, T, H, K), v=(B, T, HV, V), beta=(B, T, HV), log_decay=(B, T, HV),
+        initial_state=(B, HV, K, V),
+    ),
     "diagonal_scan": dict(x=(B, T, HV), log_decay=(B, T, HV), initial_state=(B, HV)),
     "selective_scan": dict(
         u=(B, T, HV), delta=(B, T, HV), A=(HV, K), B=(B, T, K), C=(B, T, K), D=(HV,), initial_state=(B, HV, K)
@@ -32,6 +38,8 @@ def inputs(operator):
             arrays[name] = -jnp.exp(arrays[name])
     if "delta" in arrays:
         arrays["delta"] = jnp.exp(arrays["delta"] - 2)
+    if "beta" in arrays:
+        arrays["beta"] = jax.nn.sigmoid(arrays["beta"])
     return arrays
 
 
@@ -54,7 +62,7 @@ def mesh(**axes):
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
-MESHES = [dict(data=4, tensor=2), dict(data=2, fsdp=2, tensor=2), dict(data=2, context=4), dict(tensor=8)]
+MESHES = [dict(data=2, fsdp=2, tensor=2), dict(data=2, context=4)]
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=lambda axes: "-".join(f"{k}{v}" for k, v in axes.items()))
@@ -73,7 +81,7 @@ def test_values_and_gradients_are_those_of_one_device(operator, axes):
 def test_nothing_crosses_devices(operator):
     """Arrays that lie as the helper wants them: forward and backward, no collective but the sum of what is whole."""
     where = mesh(data=4, tensor=2)
-    letters = dict(q="b.h", k="b.h", v="b.h", x="b.h", u="b.h", delta="b.h", log_decay="b.h", B="b", C="b")
+    letters = dict.fromkeys(("q", "k", "v", "x", "u", "delta", "beta", "log_decay"), "b.h") | dict(B="b", C="b")
     letters |= dict(initial_state="b.h" if operator == "short_conv" else "bh")
     arrays = {name: x for name, x in inputs(operator).items() if name in letters}
     whole = {name: x for name, x in inputs(operator).items() if name not in letters}
@@ -94,7 +102,8 @@ def test_what_does_not_divide_is_whole():
     with jax.set_mesh(mesh(data=4, tensor=2)):
         out = jax.jit(sharded.attention)(**arrays)
         np.testing.assert_allclose(out, kernels.attention(**arrays), atol=1e-6)
-        axes = sharded._dividing("h", {"q": jnp.zeros((8, 1, 4, 2)), "k": jnp.zeros((8, 1, 3, 2))}, dict(q="b.h", k="b.h"), {"tensor": 2})  # fmt: skip
+        heads = {"q": jnp.zeros((8, 1, 4, 2)), "k": jnp.zeros((8, 1, 3, 2))}
+        axes = sharded._dividing("h", heads, dict(q="b.h", k="b.h"), {"tensor": 2})
     assert axes == ()
 
 

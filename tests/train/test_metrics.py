@@ -1,14 +1,14 @@
-"""Records that survive restarts, honest rates, and a picture drawn from them."""
+"""Records that survive restarts and each other, and honest rates."""
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 
 import pytest
 
-from hyjax.train.metrics import Logger, Throughput, describe_metrics, peak_flops, read_records
-from hyjax.train.plots import loss_plot, smooth
+from hyjax.train.metrics import Logger, Throughput, describe_metrics, next_attempt, peak_flops, read_records
 
 
 def lines(workdir):
@@ -38,7 +38,7 @@ def test_attempts_append_and_never_truncate_each_other(tmp_path, capsys):
         assert logger.attempt == attempt
         logger.log(10 * attempt, {"loss": float(attempt), "utilisation": None})
         logger.close()
-    records = [line for line in lines(tmp_path) if line["step"] is not None]
+    records = [line for line in lines(tmp_path) if line["split"] != "start"]
     assert [(r["attempt"], r["step"], r["loss"], r["split"]) for r in records] == [
         (1, 10, 1.0, "train"),
         (2, 20, 2.0, "train"),
@@ -51,6 +51,82 @@ def test_attempts_append_and_never_truncate_each_other(tmp_path, capsys):
         ("train/loss", 10 * a, float(a)) for a in (1, 2, 3)
     ]
     assert capsys.readouterr().out.splitlines()[0] == "step  10/100  train  loss 1.0000"
+
+
+# Opens loggers as fast as it can, the first at the moment that its parent gives.
+WRITER = """
+import sys
+from hyjax.train.metrics import Logger
+
+workdir, count = sys.argv[1], int(sys.argv[2])
+print("ready", flush=True)
+sys.stdin.readline()
+for _ in range(count):
+    logger = Logger(workdir, steps=9, console=False)
+    for step in range(1, 5):
+        logger.log(step, {"loss": float(logger.attempt)})
+        logger.log_text(step, "sample", "x" * 20_000)
+    logger.close()
+"""
+
+
+def test_processes_that_start_at_once_do_not_share_an_attempt_or_a_line(tmp_path):
+    """P27 with real processes: 2 · 8 loggers in one workdir, the first two within milliseconds."""
+    command = [sys.executable, "-c", WRITER, str(tmp_path), "8"]
+    writers = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    for writer in writers:
+        assert writer.stdout.readline() == "ready\n"
+    for writer in writers:
+        writer.stdin.write("\n")
+        writer.stdin.flush()
+    assert [writer.communicate(timeout=60) and writer.returncode for writer in writers] == [0, 0]
+    found = lines(tmp_path)  # every line is whole
+    assert all(type(r["step"]) is int and type(r["attempt"]) is int and r["time"] > 1e9 for r in found)
+    starts = [line for line in found if line["split"] == "start"]
+    assert sorted(line["attempt"] for line in starts) == list(range(1, 17))
+    assert {line["pid"] for line in starts} == {writer.pid for writer in writers}
+    for attempt in range(1, 17):
+        mine = [line["split"] for line in found if line["attempt"] == attempt]
+        assert mine == ["start", *["train", "text"] * 4]
+    assert len(found) == 16 * 9
+    scalars = [[t[1:] for t in triples if t[0] == "train/loss"] for triples in events(tmp_path).values()]
+    assert sorted(scalars) == [[(step, float(attempt)) for step in (1, 2, 3, 4)] for attempt in range(1, 17)]
+
+
+def test_attempts_that_never_logged_keep_their_number(tmp_path):
+    """A process killed between the claim of its number and its first line; and a workdir without claims."""
+    (tmp_path / "attempts").mkdir()
+    (tmp_path / "attempts" / "1").touch()
+    assert next_attempt(tmp_path) == 2
+    logger = Logger(tmp_path, steps=9, console=False)
+    logger.close()
+    assert logger.attempt == 2 and next_attempt(tmp_path) == 3
+    shutil.rmtree(tmp_path / "attempts")
+    assert next_attempt(tmp_path) == 3 and next_attempt(tmp_path / "nowhere") == 1
+
+
+def test_a_line_cut_off_by_a_full_disk_costs_only_itself(tmp_path):
+    class Full:
+        """Takes half a line, then refuses."""
+
+        def __init__(self, file):
+            self.file, self.room = file, 30
+
+        def write(self, line):
+            if not self.room:
+                raise OSError(28, "No space left on device")
+            written, self.room = self.file.write(line[: self.room]), 0
+            return written
+
+    logger = Logger(tmp_path, steps=9, console=False)
+    logger.log(1, {"loss": 1.0})
+    file, logger._file = logger._file, Full(logger._file)
+    with pytest.raises(OSError, match="No space"):
+        logger.log(2, {"loss": 2.0})
+    logger._file = file
+    logger.log(3, {"loss": 3.0})
+    logger.close()
+    assert [r["step"] for r in read_records(tmp_path)] == [1, 3]
 
 
 def test_a_line_cut_off_by_a_kill_costs_only_itself(tmp_path):
@@ -68,7 +144,7 @@ def test_a_line_cut_off_by_a_kill_costs_only_itself(tmp_path):
 
 def test_records_of_a_resumed_run_hold_each_step_once(tmp_path):
     for start, stop in [(0, 5), (3, 8)]:
-        logger = Logger(tmp_path, steps=9, console=False)
+        logger = Logger(tmp_path, steps=9, start=start, console=False)
         for step in range(start + 1, stop + 1):
             logger.log(step, {"loss": float(step)})
             if step == 2:
@@ -80,6 +156,14 @@ def test_records_of_a_resumed_run_hold_each_step_once(tmp_path):
     assert [r["step"] for r in read_records(tmp_path, "heldout")] == [2]
     assert read_records(tmp_path, "text")[-1]["text"] == "a\nb"
     assert len(lines(tmp_path)) == 2 + 10 + 1 + 2  # nothing was taken out of the file itself
+    assert [line["step"] for line in lines(tmp_path) if line["split"] == "start"] == [0, 3]
+
+
+def test_what_no_person_follows_is_recorded_and_not_printed(tmp_path, capsys):
+    logger = Logger(tmp_path, steps=9)
+    logger.log(3, {"reason": "done"}, split="end")
+    logger.close()
+    assert capsys.readouterr().out == "" and read_records(tmp_path, "end")[0]["reason"] == "done"
 
 
 def test_non_finite_numbers_are_valid_json_and_come_back(tmp_path):
@@ -146,24 +230,6 @@ def test_unknown_peaks_are_null_and_said_so():
 )
 def test_peaks(kind, tflops):
     assert peak_flops(kind) == (None if tflops is None else tflops * 1e12)
-
-
-def test_smoothing_keeps_a_straight_line():
-    assert smooth([float(i) for i in range(500)]) == pytest.approx([float(i) for i in range(500)])
-    assert smooth([]) == [] and smooth([3.0]) == [3.0]
-
-
-def test_loss_plot(tmp_path):
-    for name in ("a", "b"):
-        logger = Logger(tmp_path / name, steps=100, console=False)
-        for step in range(1, 101):
-            logger.log(step, {"loss": 2 + 3 / step})
-        logger.log(100, {"loss": 2.1, "bits_per_byte": 3.03}, split="heldout")
-        logger.close()
-    picture = loss_plot([tmp_path / "a", tmp_path / "b"], {"gzip": 2.5}, tmp_path / "plots" / "loss.png")
-    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
-    with pytest.raises(ValueError, match="no run"):
-        loss_plot([], {}, tmp_path / "none.png")
 
 
 def test_training_modules_import_without_the_optional_libraries():

@@ -18,6 +18,8 @@ from hyjax.models.context import Context
 from hyjax.models.layers import Dense, ShortConv, dense, split_heads
 from hyjax.models.mixers.base import Cost, Key, Mixer, check_heads
 
+MOST_TAPS = 128  # of the short convolution, whose program has a product for each; the field uses 2 to 4
+
 
 class GatedLinearAttention(Mixer):
     """Linear attention with a learned forget gate, g = −softplus(W x + b).
@@ -58,6 +60,8 @@ class GatedLinearAttention(Mixer):
         for name in ("value_dim", "conv_width", "chunk_size"):
             if (value := getattr(self, name)) < 0:
                 raise ValueError(f"{key(name)}={value} must be at least 0")
+        if self.conv_width > MOST_TAPS:
+            raise ValueError(f"{key('conv_width')}={self.conv_width} must be at most {MOST_TAPS}: each tap is traced")
 
     @property
     def channels(self) -> int:

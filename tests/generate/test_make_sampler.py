@@ -1,4 +1,4 @@
-"""Sampling against the uncached forward pass."""
+"""The one-program sampler that training shows its samples with."""
 
 import jax
 import jax.numpy as jnp
@@ -39,3 +39,13 @@ def test_a_key_gives_one_text():
     sample = make_sampler(model, 12, 1.0)
     first, again, other = (sample(variables["params"], tokens(1, 3), jax.random.key(k)) for k in (0, 0, 1))
     assert (first == again).all() and (first != other).any()
+
+
+def test_any_temperature_of_a_config_will_do():
+    """Values that float32 can't divide by are the limits that they are near to."""
+    model, variables, _ = build("attention")
+    greedy, cold, hot = (
+        make_sampler(model, 6, t)(variables["params"], tokens(1, 1), jax.random.key(0)) for t in (0.0, 1e-300, 1e300)
+    )
+    np.testing.assert_array_equal(greedy, cold)
+    assert ((hot >= 0) & (hot < 31)).all()
