@@ -47,7 +47,7 @@ class Generator:
     prompts, the other draws tokens.
 
     Args:
-      model, params: the model and its parameters, {"embed": ..., "layers": ..., ...}.
+      model, params: the model and its parameters, {"embed": ..., "layers": ..., ...}, of whose layers a copy is made.
       room: tokens that a row may hold, its prompt's and the new ones but the last (which no one reads).
       eos: the id that ends a text; None where there is none.
       prefill_chunk: tokens of a prompt that are read at once. No value depends on it beyond rounding.

@@ -41,6 +41,7 @@ from hyjax.train.lock import locked
 from hyjax.train.metrics import Logger, Throughput, describe_metrics, next_attempt
 from hyjax.train.plots import loss_plot
 from hyjax.train.profile import StepTrace
+from hyjax.train.saves import Saves
 from hyjax.train.signals import Signals, Stopped
 from hyjax.train.step import TrainState, create_state, diagnose, make_eval_step, make_train_step, replicate
 from hyjax.train.watchdog import Watchdog
@@ -122,8 +123,7 @@ def train(
         with setup.as_config_errors():
             logger = Logger(workdir, steps, start)
             stack.callback(logger.close)
-            (workdir / "config.json").write_text(configs.to_json(config))
-            setup.keep_tokenizer(data, workdir)
+            setup.keep_config(config, data, workdir)
         stack.enter_context(_in_order(logger, checkpointer, stop, watchdog))
         notices = [f"note     {text}" for text in (lock_notice, stop.unhandled) if text]
         logger.print("\n".join([*notices, *setup.describe(config, model, data, params, found, accepted)]))
@@ -209,28 +209,6 @@ def train(
             check(state)
             saves.finish(done, state)
             raise
-
-
-class Saves:
-    """Saves each step at most once, whoever asks: the loop, or the thread that ends the process in its place."""
-
-    def __init__(self, checkpointer: Checkpointer, extra: Mapping[str, Any], newest: int, evaluated: int):
-        self.newest = newest  # the step that is on disk, or on its way; step 0 can be made again and counts as saved
-        self.evaluated = evaluated  # the step whose evaluation is done: a run that was stopped in one begins with it
-        self.loss = math.nan  # of that evaluation
-        self._checkpointer, self._extra = checkpointer, extra
-
-    def save(self, step: int, state: TrainState) -> None:
-        """Returns when the arrays are copied, perhaps before they are on disk."""
-        if step != self.newest:
-            measured = {"loss": self.loss} if self.evaluated == step else {}
-            self._checkpointer.save(step, state, {**self._extra, "evaluated": self.evaluated}, measured)
-            self.newest = step
-
-    def finish(self, step: int, state: TrainState) -> None:
-        """Returns when this step, and any save before, is on disk."""
-        self.save(step, state)
-        self._checkpointer.wait()
 
 
 @contextlib.contextmanager

@@ -58,12 +58,16 @@ def build_data(config: Mapping[str, Any], model: HybridLM) -> Data:
     return data
 
 
-def keep_tokenizer(data: Data, workdir: Path) -> None:
-    """A copy of the tokenizer's file, if it is one, in the workdir: the run can be read where the original is gone."""
+def keep_config(config: Mapping[str, Any], data: Data, workdir: Path) -> None:
+    """The config in the workdir, and a copy of the tokenizer's file, if it is one: the run can be read where the
+    original is gone. A kill leaves the old files or the new ones whole."""
+    files = {"config.json": configs.to_json(config).encode()}
     if isinstance(data.tokenizer, FileTokenizer):
-        partial = workdir / f"{TOKENIZER}.partial"
-        partial.write_bytes(data.tokenizer.content)
-        partial.replace(workdir / TOKENIZER)
+        files[TOKENIZER] = data.tokenizer.content
+    for name, content in files.items():
+        partial = workdir / f"{name}.partial"
+        partial.write_bytes(content)
+        partial.replace(workdir / name)
 
 
 def data_mesh(batch_size: int, microbatches: int) -> jax.sharding.Mesh | None:

@@ -13,8 +13,8 @@ compiler. The interpreter's own handler, in C, writes the signal's number into a
     -------------------------------------+------------------------------------------------------------------------
     in a training step                   | that step (and one that is already dispatched); when the save is on disk
     in an evaluation                     | the state it evaluates, after the current batch; when that is on disk
-    in one, and the loop doesn't answer  | at 0.3 of the grace time the thread saves that state and ends the
-      (its step compiles, a batch hangs) |   process; if the newest checkpoint is of that state, nothing more
+    there, and the loop doesn't answer   | at 0.3 of the grace time the thread saves that state, unless it is on
+      (its step compiles, a batch hangs) |   disk already, and ends the process
     in a save                            | it is finished, then as in a training step
     before the first step has run        | nothing new exists; the process ends within a second
     at any time, all this not done       | nothing more: at 0.8 of the grace time the process ends. The checkpoint

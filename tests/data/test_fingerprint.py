@@ -122,7 +122,7 @@ def test_a_tokenizer_of_a_file_is_known_by_its_bytes_and_its_eos(tmp_path):
         (dict(seq_len=32), {"seq_len", "source 1 (topics) train_rows", "source 3 (corpus) heldout_rows"}),
         (dict(workers=1, host=(3, 4)), set()),
     ],
-    ids=str,
+    ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
 )
 def test_of_a_mixture_each_source_is_told(change, named, mixture):
     old = json.loads(json.dumps(make(**mixture).fingerprint))

@@ -101,6 +101,9 @@ class Attention(Mixer):
 
     def _attend(self, q, k, v, ctx: Context, state):
         options: dict[str, Any] = dict(window=self.window, implementation=self.implementation)
+        if state is not None and q.shape[1] == 1:
+            state, (k, v, times, now) = state.step(k, v, ctx)
+            return attention(q, k, v, q_positions=now, kv_positions=times, **options), state
         if state is not None:
             state, (k, v, times, documents) = state.extend(k, v, ctx)
             options |= dict(q_positions=ctx.time, kv_positions=times, kv_segment_ids=documents)
