@@ -5,7 +5,7 @@
     workdir/checkpoints/STEP      everything that the next step depends on
     workdir/compilation_cache     so that a restart compiles nothing anew
     workdir/loss.png, result.json  at the end
-    workdir/lock                  which process is at work here
+    workdir/lock, attempts/N      which process is at work here, and the numbers that attempts took
     workdir/stall-ATTEMPT.txt     every thread's stack, where an attempt hung
 
 Running it again goes on where it stopped: the batch of a step is a function of the seed and the step, and the rest is
@@ -243,7 +243,8 @@ def _make_evaluate(
 
     def evaluate(params: Any, batches: int | None, step: int, loader: Loader = data.heldout) -> dict[str, float]:
         count = loader.num_batches
-        chosen = range(count) if batches is None else np.unique(np.linspace(0, count - 1, batches).round().astype(int))
+        wanted = count if batches is None else min(batches, count)
+        chosen = np.unique(np.linspace(0, count - 1, wanted).round().astype(int))
         sums: dict[str, float] = {}
         for index in chosen:
             stop.check(step)

@@ -2,7 +2,7 @@
 
 Three depths. Every config is loaded and its model built. Those that are small enough go through all that a run does
 before its first step, with the step, evaluation and sampling as traced programs. A few are trained. The default run
-tries a few hundred; `pytest -m slow tests/config/test_fuzz.py` ten thousand, which takes FUZZ_TIME.
+tries a few hundred; `pytest -m slow tests/config/test_fuzz.py` ten thousand, in half an hour of one core.
 """
 
 import ast
