@@ -18,6 +18,7 @@ import jax
 from jax.sharding import AxisType, PartitionSpec
 
 from hyjax import kernels
+from hyjax.kernels.walk import alike
 
 # The mesh axes over which a dim is split, by its letter below: rows, and heads or channels.
 AXES = {"b": ("data", "fsdp", "expert"), "h": ("tensor",)}
@@ -36,11 +37,10 @@ def over_mesh(operator: Callable, dims: Mapping[str, str], out: str | tuple[str,
         arrays = {name: given[name] for name in dims if given.get(name) is not None}
         rest = {name: value for name, value in given.items() if name not in dims}
         axes = {letter: _dividing(letter, arrays, dims, mesh.shape) for letter in AXES}
-        used = tuple(axis for letter in axes for axis in axes[letter])
 
         def local(arrays: dict[str, jax.Array]) -> Any:
             # What is whole on every device still takes part in what differs between them: its gradient is a sum.
-            return operator(**{name: _varying(x, used) for name, x in arrays.items()}, **rest)
+            return operator(**dict(zip(arrays, alike(*arrays.values()), strict=True)), **rest)
 
         specs = {name: _spec(dims[name][: x.ndim], axes) for name, x in arrays.items()}
         outs = _spec(out, axes) if isinstance(out, str) else tuple(_spec(letters, axes) for letters in out)
@@ -65,11 +65,6 @@ def _dividing(
 
 def _spec(letters: str, axes: Mapping[str, Sequence[str]]) -> PartitionSpec:
     return PartitionSpec(*(tuple(axes.get(letter, ())) or None for letter in letters))
-
-
-def _varying(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-    missing = tuple(axis for axis in axes if axis not in jax.typeof(x).manual_axis_type.varying)
-    return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 # Letters of each operator's arrays: b rows, h heads or channels, . whole; a dim that is not named is whole.

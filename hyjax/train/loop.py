@@ -175,9 +175,8 @@ def train(
                     trace.before(done)
                 before, (state, metrics) = metrics, train_step(state, batch)
                 stop.working()
-                jax.block_until_ready(
-                    before
-                )  # at most one step in flight: the watchdog hears of steps that are complete
+                # At most one step in flight: the watchdog hears of steps that are complete.
+                jax.block_until_ready(before)
                 if trace:
                     trace.after(done, metrics)
                 throughput.add(tokens_a_step)

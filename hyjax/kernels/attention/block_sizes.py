@@ -8,8 +8,9 @@ DENSE_QUERIES = 8
 # One query (decoding): products without a dim of queries, over a prefix of the keys.
 ROW_QUERIES = {"cpu": 1, "gpu": 0, "tpu": 0}
 
-# The shortest prefix, and none shorter than a quarter of all keys need be: at Hk2 K64 (17 MB of keys and values at
-# T 16384) on two cores, 0.07 ms for up to 1,024 keys, 0.3 for 4,096 and 0.5 for all, and 0.5 each without prefixes.
+# The shortest prefix, and none shorter than a quarter of all keys need be. The fastest runs at Hk2 K64 (17 MB of keys
+# and values at T 16384) on two cores: 0.07 ms for up to 1,024 keys, 0.3 for 4,096, 0.5 for all; 0.5 each without
+# prefixes.
 ROW_PREFIX = {"cpu": 256, "gpu": 1 << 62, "tpu": 1 << 62}
 
 # (most batch * query heads, queries a block, keys a block), the first row that fits. On a CPU a block of logits should
