@@ -12,8 +12,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from hyjax.kernels import short_conv
 from hyjax.models.context import Context
+from hyjax.parallel.sharded import short_conv
 
 NORMS = ("rmsnorm", "layernorm")
 

@@ -21,39 +21,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hyjax.cost import chips
+
 FILE = "metrics.jsonl"
 CLAIMS = "attempts"
 _unique = itertools.count()
-
-# Dense bfloat16 peak of one JAX device (FLOP/s), from the makers' data sheets; the longest name that the device's kind
-# contains counts. A TPU v2 or v3 device is one of a chip's two cores, a TPU7x device one of its two chiplets.
-PEAK_FLOPS = {
-    "tpu v2": 22.5e12,
-    "tpu v3": 61.5e12,
-    "tpu v4": 275e12,
-    "tpu v5 lite": 197e12,
-    "tpu v5e": 197e12,
-    "tpu v5": 459e12,
-    "tpu v5p": 459e12,
-    "tpu v6 lite": 918e12,
-    "tpu v6e": 918e12,
-    "tpu7x": 1153.5e12,
-    "a100": 312e12,
-    "h100": 989e12,
-    "h100 pcie": 756e12,
-    "h100 nvl": 835e12,
-    "h200": 989e12,
-    "b200": 2250e12,
-    "l4": 121e12,
-    "l40s": 362e12,
-}
-
-
-def peak_flops(device_kind: str) -> float | None:
-    """bfloat16 peak FLOP/s of a device by its `device_kind`, None where it isn't known (CPUs among them)."""
-    words = f" {device_kind.lower().replace('-', ' ')} "
-    known = [name for name in PEAK_FLOPS if f" {name} " in words]
-    return PEAK_FLOPS[max(known, key=len)] if known else None
 
 
 class Throughput:
@@ -74,8 +46,8 @@ class Throughput:
         clock: Callable[[], float] = time.perf_counter,
     ):
         self._flops_per_token = 3 * forward_flops_per_token
-        peak = peak_flops(device_kind)
-        self.peak = None if peak is None else peak * num_devices
+        chip = chips.find(device_kind)
+        self.peak = None if chip is None else chip.flops * num_devices
         self._device_kind = device_kind
         self._clock = clock
         self._since: float | None = None

@@ -51,7 +51,7 @@ def test_a_clock_set_back_is_a_shorter_prompt():
         (("decode", "--contexts=0"), "a context holds at least 1 token"),
         (("decode", "--layouts=GXA"), "'X'"),
         (("decode", "--kv_heads=5"), "model.kv_heads=5 must divide model.heads=12"),
-        (("step", "--width=8"), "--width is a flag of bench decode, not of bench step"),
+        (("step", "--width=8"), "hyjax bench step has no flag --width"),
         (("decod",), "did you mean decode?"),
     ],
 )  # fmt: skip

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from hyjax.train.metrics import Logger, Throughput, describe_metrics, next_attempt, peak_flops, read_records
+from hyjax.train.metrics import Logger, Throughput, describe_metrics, next_attempt, read_records
 
 
 def lines(workdir):
@@ -210,26 +210,6 @@ def test_unknown_peaks_are_null_and_said_so():
     assert read["utilisation"] is None and read["model_flops_per_second"] == pytest.approx(3e7)
     assert "'cpu' is not known" in rates.describe()
     assert describe_metrics(read) == "10 tokens/s  0.0 GFLOP/s"
-
-
-@pytest.mark.parametrize(
-    "kind,tflops",
-    [
-        ("TPU v5 lite", 197),
-        ("TPU v5", 459),
-        ("TPU v3", 61.5),
-        ("NVIDIA H200", 989),
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA L40S", 362),
-        ("NVIDIA L4", 121),
-        ("NVIDIA GeForce RTX 2080", None),
-        ("cpu", None),
-    ],
-)
-def test_peaks(kind, tflops):
-    assert peak_flops(kind) == (None if tflops is None else tflops * 1e12)
 
 
 def test_training_modules_import_without_the_optional_libraries():

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from hyjax.config.errors import divisors_near
-from hyjax.kernels import attention
 from hyjax.models.cache import KVCache, WindowCache
 from hyjax.models.context import Context
 from hyjax.models.layers import dense, rope, split_heads
 from hyjax.models.mixers.base import Cost, Key, Mixer, check_heads
+from hyjax.parallel.sharded import attention
 
 
 class Attention(Mixer):

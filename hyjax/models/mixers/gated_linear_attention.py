@@ -12,11 +12,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from hyjax.kernels import linear_scan
 from hyjax.models.cache import RecurrentState
 from hyjax.models.context import Context
 from hyjax.models.layers import Dense, ShortConv, dense, split_heads
 from hyjax.models.mixers.base import Cost, Key, Mixer, check_heads
+from hyjax.parallel.sharded import linear_scan
 
 MOST_TAPS = 128  # of the short convolution, whose program has a product for each; the field uses 2 to 4
 
