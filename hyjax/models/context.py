@@ -44,6 +44,8 @@ class Context:
       time: int32 [B,T], how many tokens of the row (padding not counted) stand before this one.
       clock: the row's clock at entry.
       fresh: bool [B], whether the row's first document here is not the one an earlier call left open.
+      contiguous: the caller's word that padding stands between documents only, never inside one, as in a packed batch.
+        A window then goes by place in the row, which kernels that skip blocks ask for.
     """
 
     positions: jax.Array
@@ -51,6 +53,7 @@ class Context:
     time: jax.Array | None = None
     clock: Clock | None = None
     fresh: jax.Array | None = None
+    contiguous: bool = struct.field(pytree_node=False, default=False)
 
     def placed(self) -> tuple[jax.Array, jax.Array, Clock]:
         """Segment ids, times and the clock: what every call with a state has."""
@@ -84,7 +87,8 @@ def enter(ctx: Context | None, clock: Clock | None, batch: int, length: int) -> 
     document = jnp.where(valid, 1 + jnp.cumsum(begins, axis=1, dtype=jnp.int32), 0)
     time = clock.time[:, None] + jnp.cumsum(valid, axis=1, dtype=jnp.int32) - valid
     first = jnp.where(valid, document, length + 2).min(axis=1)
-    inside = Context(positions, document, time, clock, (first > 1) & (first <= length + 1))
+    fresh = (first > 1) & (first <= length + 1)
+    inside = Context(positions, document, time, clock, fresh, contiguous=ctx is not None and ctx.contiguous)
 
     end = last[:, -1:]
     following = jnp.concatenate([clock.position[:, None], positions + 1], axis=1)

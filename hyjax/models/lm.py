@@ -213,10 +213,13 @@ class HybridLM:
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Summed cross-entropy of a batch, in nats, and the other sums: "z_loss", "weight", "correct".
 
-        `batch` holds tokens, targets, weights, positions and segment_ids. The z-loss comes with its coefficient and
-        apart from the cross-entropy; nothing is divided by the number of tokens.
+        `batch` holds tokens, targets, weights, positions and segment_ids, whose documents have no padding inside (as
+        hyjax.data packs them: see Context.contiguous). The z-loss comes with its coefficient and apart from the
+        cross-entropy; nothing is divided by the number of tokens.
         """
-        ctx = Context(batch["positions"], batch["segment_ids"]) if "segment_ids" in batch else None
+        ctx = None
+        if "segment_ids" in batch:
+            ctx = Context(batch["positions"], batch["segment_ids"], contiguous=True)
         x, _, _ = self.hidden(variables, batch["tokens"], ctx)
         chunk = chunk_length(x.shape[0], x.shape[1], self.config["vocab_size"], self.config["loss_chunk"])
         head = lambda x: self.logits(variables, x)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hyjax.config import load
-from hyjax.models import Context, HybridLM
+from hyjax.models import Context, HybridLM, mixers
 from hyjax.models.loss import chunked_cross_entropy
 from tests.models.common import MODELS, SMALL, context, init, tokens
 
@@ -264,3 +264,19 @@ def test_segment_ids_are_any_numbers_but_zero():
     np.testing.assert_array_equal(signed, apply(variables, ids, Context(positions, segments)).logits)
     whole = apply(variables, ids, Context(np.arange(6)[None], None)).logits
     np.testing.assert_allclose(whole, apply(variables, ids).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_a_window_over_contiguous_documents_goes_by_place(monkeypatch):
+    """The same logits, and no positions among what the operator gets: kernels that skip blocks take no positions."""
+    model = HybridLM(SMALL | dict(layout="W", window=3))
+    variables, ids = init(model), tokens(1, 12)
+    rows = context([[0, 1, 1, 1, 1, 1, 0, 0, 2, 2, 2, 2]])
+    given = []
+    operator = mixers.attention.attention
+    monkeypatch.setattr(mixers.attention, "attention", lambda *a, **k: (given.append(set(k)), operator(*a, **k))[1])
+    by_time, by_place = (
+        model.apply(variables, ids, Context(*rows, contiguous=contiguous)).logits for contiguous in (False, True)
+    )
+    assert ["q_positions" in options for options in given] == [True, False]
+    valid = rows[1] != 0
+    np.testing.assert_allclose(by_place[valid], by_time[valid], rtol=1e-5, atol=1e-5)

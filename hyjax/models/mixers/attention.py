@@ -109,7 +109,7 @@ class Attention(Mixer):
             options |= dict(q_positions=ctx.time, kv_positions=times, kv_segment_ids=documents)
         elif ctx.segment_ids is not None:
             options |= dict(kv_segment_ids=ctx.segment_ids)
-            if self.window:  # padding between two tokens of a document does not widen their distance
+            if self.window and not ctx.contiguous:  # padding inside a document does not widen its tokens' distances
                 options |= dict(q_positions=ctx.time, kv_positions=ctx.time)
         return attention(q, k, v, segment_ids=ctx.segment_ids, **options), state
 

@@ -82,13 +82,14 @@ class GatedLinearAttention(Mixer):
         """x [B,T,D] -> (y [B,T,D], state)."""
         heads, key_dim, value_dim = self.dims
         sizes = {"query": heads * key_dim, "key": heads * key_dim, "value": heads * value_dim}
-        qkv = [dense(size, name, self.dtype)(x) for name, size in sizes.items()]
+        q, k, v = (split_heads(dense(size, name, self.dtype)(x), heads) for name, size in sizes.items())
         tail = None
         if self.conv_width:
+            # Head by head, so that heads on several devices stay where they are.
+            qkv = jnp.concatenate([q, k, v], axis=-1)
             tail = None if state is None else state.conv
-            qkv, tail = self._conv(name="conv")(jnp.concatenate(qkv, axis=-1), ctx, tail)
-            qkv = jnp.split(qkv, [heads * key_dim, 2 * heads * key_dim], axis=-1)
-        q, k, v = (split_heads(a, heads) for a in qkv)
+            channels, tail = self._conv(name="conv")(qkv.reshape(*x.shape[:2], -1), ctx, tail)
+            q, k, v = jnp.split(channels.reshape(qkv.shape), [key_dim, 2 * key_dim], axis=-1)
         log_decay_f32 = -nn.softplus(self._gate(x))
 
         o, matrix = self.scan(q, k, v, log_decay_f32, state, ctx.segment_ids)
