@@ -310,6 +310,7 @@ def test_choices_are_what_the_code_has():
 # ------------------------------------------------------------------------------------------------ fields of the legend
 
 MODULES = MIXERS | FFNS
+SMALL_FIELDS = {"mamba2": dict(ssm_head_dim=4)}  # what a mixer needs in models as small as these
 FIELDS: dict[str, Knob] = {
     "heads": Knob(step, 4),
     "kv_heads": Knob(step, 1),
@@ -325,6 +326,15 @@ FIELDS: dict[str, Knob] = {
     "gate_bias": Knob(init, -2.0),
     "conv_width": Knob(step, 3),
     "chunk_size": Knob(step, 4),
+    "key_heads": Knob(step, 1),
+    "gate_rank": Knob(step, 3),
+    "negative_eigenvalues": Knob(step, True),
+    "inner": Knob(step, 12),
+    "ssm_head_dim": Knob(step, 2),
+    "state_dim": Knob(step, 3),
+    "groups": Knob(step, 2),
+    "step_limit": Knob(step, 0.05),
+    "step_rank": Knob(step, 3),
     "ffn_width": Knob(step, 20),
     "dtype": Knob(step, "bfloat16"),
     "state_dtype": Knob(sampler, "bfloat16"),
@@ -342,13 +352,16 @@ def test_legend_field(name, field, texts):
     assert field in FIELDS, f"give {field}, a field of {name}, a row in FIELDS"
     knob = FIELDS[field]
     half = dict(mixer=name, ffn=None) if name in MIXERS else dict(mixer=None, ffn=name)
+    half |= SMALL_FIELDS.get(name, {})
     entry = half | {key: knob.given[key] for key in knob.given if key in fields_of(name)}
 
     def config(entry):
         return config_of({"model.layout": "X", "model.legend": {"X": entry}, "eval.sample_tokens": 2}, texts)
 
-    same = unchanged(knob.observe, config(entry), config(entry | {field: knob.value}))
-    assert not same, f"{field}={knob.value!r} of {name} changes nothing of {knob.observe.__name__}"
+    default = MODULES[name].__dataclass_fields__[field].default
+    value = not default if isinstance(default, bool) else knob.value
+    same = unchanged(knob.observe, config(entry), config(entry | {field: value}))
+    assert not same, f"{field}={value!r} of {name} changes nothing of {knob.observe.__name__}"
 
 
 # ------------------------------------------------------------------------------------------------ the training loop

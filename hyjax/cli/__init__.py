@@ -25,7 +25,7 @@ COMMANDS: dict[str, str] = {
     "convert": "Write a trained model in another form.",
     "plan": "Print what a model costs: parameters, FLOPs, decode state.",
     "data": "Make a tokenised corpus, train a tokenizer, look at the data.",
-    "bench": "Measure this machine: a training step or decoding against plain baselines.",
+    "bench": "Measure this machine: kernels, a training step or decoding, against baselines.",
     "plot": "Draw the losses of several runs in one picture.",
 }
 

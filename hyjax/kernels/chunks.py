@@ -22,12 +22,10 @@ import numpy as np
 from jax import lax
 
 from hyjax.kernels import dispatch
-from hyjax.kernels.layouts import halves, join
+from hyjax.kernels.layouts import halves, join, rows
 
 # State products and their kin name their precision: the default is a bfloat16 product on a TPU.
 einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
-
-Levels = list[tuple[jax.Array, jax.Array]]
 
 
 class Plan(NamedTuple):
@@ -58,24 +56,38 @@ def plan(q_shape, v_shape, per_channel: bool, chunk_size: int | None, tables: Mo
     return Plan("chunks", chunk, pieces, pieces * -(-chunks // pieces) * chunk)
 
 
-def levels(decay: jax.Array) -> tuple[Levels, jax.Array, jax.Array]:
-    """decay [..., C, X] -> for blocks of m = 1, 2, 4, ..., C/2 tokens, (a of the later of two, b of the earlier of two)
-    [..., C/2m, m, X]; and a and b of the whole chunk [..., C, X].
-    """
-    upto, after = decay, jnp.ones_like(decay)
-    found, size = [], 1
-    while size < decay.shape[-2]:
+class Decays(NamedTuple):
+    """The products of a chunk's decays."""
+
+    upto: jax.Array  # a [n,B,H,G,C,1 or K]
+    after: jax.Array  # b, likewise
+    levels: list[
+        tuple[jax.Array, jax.Array]
+    ]  # of m = 1, 2, 4, ..., C/2: a of later, b of earlier [n,B,H,G*C/2m,m,1 or K]
+    pairs: jax.Array | None  # D [n,B,H,G,C,C] of a gate per head; else it stays inside the sums over channels
+
+
+def products(decay: jax.Array) -> Decays:
+    """decay [n,B,H,G,C,1 or K] -> its products."""
+    chunk = decay.shape[-2]
+    upto = rows(decay)
+    after, levels, size = jnp.ones_like(upto), [], 1
+    while size < chunk:
         (a1, a2), (b1, b2) = halves(upto, size), halves(after, size)
-        found.append((a2, b1))
+        levels.append((a2, b1))
         upto = join(a1, a1[..., -1:, :] * a2)
         after = join(b1 * a2[..., -1:, :], b2)
         size *= 2
     # Without the barrier XLA fuses the whole chain of products into each of its many uses, and computes it every time.
-    return lax.optimization_barrier((found, upto, after))
+    upto, after, levels = lax.optimization_barrier((upto.reshape(decay.shape), after.reshape(decay.shape), levels))
+    pairs = None
+    if decay.shape[-1] == 1:
+        pairs = _assemble(jnp.ones_like(decay[..., 0]), [a * jnp.swapaxes(b, -1, -2) for a, b in levels])
+    return Decays(upto, after, levels, pairs)
 
 
 def extend(blocks: jax.Array, corner: jax.Array) -> jax.Array:
-    """Diagonal blocks [..., C/m, m, m] -> [..., C/2m, 2m, 2m]: two by two, with `corner` [..., C/2m, m, m] below."""
+    """Diagonal blocks [..., R/m, m, m] -> [..., R/2m, 2m, 2m]: two by two, with `corner` [..., R/2m, m, m] below."""
     size = blocks.shape[-1]
     blocks = blocks.reshape(*blocks.shape[:-3], -1, 2, size, size)
     upper = jnp.concatenate([blocks[..., 0, :, :], jnp.zeros_like(corner)], axis=-1)
@@ -84,15 +96,16 @@ def extend(blocks: jax.Array, corner: jax.Array) -> jax.Array:
 
 
 def corners(matrix: jax.Array, size: int) -> jax.Array:
-    """[..., C, C] -> the blocks [..., C/2m, m, m] of later rows and earlier columns."""
+    """[..., G, C, C] -> the blocks [..., G*C/2m, m, m] of later rows and earlier columns."""
     pairs = matrix.shape[-1] // (2 * size)
     blocks = matrix.reshape(*matrix.shape[:-2], pairs, 2, size, pairs, 2, size)[..., :, 1, :, :, 0, :]
-    return jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)
+    blocks = jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)
+    return blocks.reshape(*matrix.shape[:-3], -1, size, size)
 
 
 def _assemble(diagonal: jax.Array, below: Sequence[jax.Array]) -> jax.Array:
-    """Lower-triangular [..., C, C] from its diagonal [..., C] and, size by size, the blocks [..., C/2m, m, m] below."""
-    blocks = diagonal[..., None, None]
+    """Lower-triangular [..., G, C, C] from its diagonal [..., G, C] and the blocks [..., G*C/2m, m, m] below it."""
+    blocks = diagonal.reshape(*diagonal.shape[:-2], -1, 1, 1)
     for corner in below:
         blocks = extend(blocks, corner)
     return blocks.reshape(*diagonal.shape, diagonal.shape[-1])
@@ -119,60 +132,61 @@ def before_here(x: jax.Array) -> jax.Array:
     return _sum_tokens(np.tril(np.ones((x.shape[-2],) * 2), -1), x)
 
 
-def pair_decays(decay: jax.Array, found: Levels) -> jax.Array | None:
-    """D [n,B,H,G,C,C] of a gate per head; None for one per channel, whose D stays inside the sums over channels."""
-    if decay.shape[-1] != 1:
-        return None
-    return _assemble(jnp.ones_like(decay[..., 0]), [a * jnp.swapaxes(b, -1, -2) for a, b in found])
+def _every_group(x: jax.Array, decays: Decays) -> jax.Array:
+    """[n,B,H,C,K] -> [n,B,H,G*C,K]."""
+    n, b, h, c, k = x.shape
+    return rows(jnp.broadcast_to(x[:, :, :, None], (n, b, h, decays.upto.shape[3], c, k)))
 
 
-def scores(q: jax.Array, k: jax.Array, decays: jax.Array | None, found: Levels) -> jax.Array:
+def scores(q: jax.Array, k: jax.Array, decays: Decays) -> jax.Array:
     """Decayed scores Σ_k q_ik k_jk D_ijk for i >= j, else 0: [n,B,H,G,C,C]."""
-    if decays is not None:
-        return einsum("nbhck,nbhdk->nbhcd", q, k)[:, :, :, None] * decays
-    q, k = q[:, :, :, None], k[:, :, :, None]
+    if decays.pairs is not None:
+        return einsum("nbhck,nbhdk->nbhcd", q, k)[:, :, :, None] * decays.pairs
+    diagonal = jnp.broadcast_to(jnp.sum(q * k, -1)[:, :, :, None], decays.upto.shape[:-1])
+    q, k = _every_group(q, decays), _every_group(k, decays)
     below = []
-    for level, (a, b) in enumerate(found):
+    for level, (a, b) in enumerate(decays.levels):
         later, earlier = halves(q, 1 << level)[1] * a, halves(k, 1 << level)[0] * b
         below.append(einsum("...ck,...dk->...cd", later, earlier))
-    diagonal = jnp.sum(q * k, -1)
-    lead = below[0].shape[:-3] if below else diagonal.shape[:-1]
-    return _assemble(jnp.broadcast_to(diagonal, (*lead, diagonal.shape[-1])), below)
+    return _assemble(diagonal, below)
 
 
-def scores_gradients(rows, k, decays, found: Levels):
+def scores_gradients(kinds, k, decays: Decays):
     """Gradients through `scores`: of each q and of k [n,B,H,C,K], and of the chunk's log decays [n,B,H,G,C,1 or K].
 
-    `rows` holds, for each kind of q that met these keys, (q, its scores, their gradient).
+    `kinds` holds, for each kind of q that met these keys, (q, its scores, their gradient).
 
     The gradient of a log decay is the sum over the pairs that it separates, dg_t = Σ_{i>=t>j}: a reverse cumulative sum
     over i >= t and a cumulative sum over j < t inside the chunk, each of terms that already carry their decay; nothing
     is a total minus a prefix.
     """
-    if decays is None:
-        return _per_channel([(q[:, :, :, None], dscores) for q, _, dscores in rows], k[:, :, :, None], found)
-    dots = [jnp.sum(dscores * decays, axis=3) for _, _, dscores in rows]
+    if decays.pairs is None:
+        return _per_channel([(q, dscores) for q, _, dscores in kinds], k, decays)
+    dots = [jnp.sum(dscores * decays.pairs, axis=3) for _, _, dscores in kinds]
     dq = [einsum("nbhcd,nbhdk->nbhck", d, k) for d in dots]
-    dk = _add(einsum("nbhcd,nbhck->nbhdk", d, q) for d, (q, _, _) in zip(dots, rows, strict=True))
-    separated = _add(jnp.tril(scores * dscores, -1) for _, scores, dscores in rows)
+    dk = _add(einsum("nbhcd,nbhck->nbhdk", d, q) for d, (q, _, _) in zip(dots, kinds, strict=True))
+    separated = _add(jnp.tril(scores * dscores, -1) for _, scores, dscores in kinds)
     crossing = from_here_on(separated)  # [..., t, j]: the sum over i >= t
     return dq, dk, jnp.sum(jnp.tril(crossing, -1), axis=-1, keepdims=True)
 
 
-def _per_channel(rows, k, found: Levels):
-    """scores_gradients with a gate a channel, level by level, as the scores were built; q and k [n,B,H,1,C,K]."""
-    diagonals = [jnp.diagonal(dscores, axis1=-2, axis2=-1)[..., None] for _, dscores in rows]
+def _per_channel(kinds, k, decays: Decays):
+    """scores_gradients with a gate a channel, level by level, as the scores were built; `kinds`: (q, dscores)."""
+    kinds, k = [(_every_group(q, decays), dscores) for q, dscores in kinds], _every_group(k, decays)
+    diagonals = [rows(jnp.diagonal(dscores, axis1=-2, axis2=-1)[..., None]) for _, dscores in kinds]
     dq = [diagonal * k for diagonal in diagonals]
-    dk = _add(diagonal * q for diagonal, (q, _) in zip(diagonals, rows, strict=True))
+    dk = _add(diagonal * q for diagonal, (q, _) in zip(diagonals, kinds, strict=True))
     dg = jnp.zeros_like(dk)
-    for level, (a, b) in enumerate(found):
+    for level, (a, b) in enumerate(decays.levels):
         size = 1 << level
         earlier = halves(k, size)[0]
-        pairs = [(halves(q, size)[1], corners(dscores, size)) for q, dscores in rows]
+        pairs = [(halves(q, size)[1], corners(dscores, size)) for q, dscores in kinds]
         dlater = [a * einsum("...cd,...dk->...ck", corner, earlier * b) for _, corner in pairs]
         dearlier = b * _add(einsum("...cd,...ck->...dk", corner, later * a) for later, corner in pairs)
         dq = [old + join(jnp.zeros_like(new), new) for old, new in zip(dq, dlater, strict=True)]
         dk += join(dearlier, jnp.zeros_like(dearlier))
         from_later = from_here_on(_add(later * new for (later, _), new in zip(pairs, dlater, strict=True)))
         dg += join(before_here(earlier * dearlier), from_later)
-    return [jnp.sum(x, 3) for x in dq], jnp.sum(dk, 3), dg
+    *dq, dk, dg = lax.optimization_barrier((*dq, dk, dg))  # else the transposition that follows takes the sums apart
+    shape = decays.upto.shape
+    return [jnp.sum(x.reshape(shape), 3) for x in dq], jnp.sum(dk.reshape(shape), 3), dg.reshape(shape)

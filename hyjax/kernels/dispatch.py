@@ -1,7 +1,10 @@
 """Which implementation serves a call, for which device, and the argument checks that the operators share."""
 
+import importlib
 import logging
 from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +12,18 @@ import jax.numpy as jnp
 log = logging.getLogger("hyjax.kernels")
 
 NAMES = ("auto", "reference", "xla", "pallas", "splash", "cudnn")
-# What "auto" takes where it serves the call; else, and elsewhere, "xla".
-PREFERRED = {"tpu": "pallas"}
+# What "auto" takes where it serves the call, by platform and operator; else "xla". It is filled by what
+# `hyjax bench kernels` finds on a device. TPU: so far by the compiler's static schedules and memory. GPU: empty until
+# experiments/kernels_on_device.py has found the kernels right on one, since an interpreter shows no missing wait.
+PREFERRED: dict[str, dict[str, str]] = {
+    "tpu": {
+        "attention": "pallas",
+        "linear_scan": "pallas",
+        "delta_scan": "pallas",
+        "diagonal_scan": "pallas",
+        "selective_scan": "pallas",
+    },
+}
 _logged: set[str] = set()
 
 
@@ -42,7 +55,7 @@ def choose(operator: str, implementation: str, interpret: bool, kernels: str | M
         raise ValueError(f"{operator}: implementation={implementation!r} is none of {', '.join(NAMES)}")
     platform = device()[0]
     if implementation == "auto" and not interpret:
-        wanted = PREFERRED.get(platform, "xla")
+        wanted = PREFERRED.get(platform, {}).get(operator, "xla")
         found, reason = _resolve(wanted, platform, False, kernels) if wanted != "xla" else ("xla", None)
         choice = found if reason is None else "xla"
         message = f"{operator}: implementation 'auto' is {choice!r} on {platform}"
@@ -75,6 +88,30 @@ def _resolve(
         hint = ", and interpret=True runs it here" if name == "pallas" else ""
         return found, f"it runs on {'a TPU or a GPU' if name == 'pallas' else needs.upper()}, not on {platform}{hint}"
     return found, kernels[found]
+
+
+class Run(NamedTuple):
+    """How a call runs, as one hashable value for the operator's custom_vjp: by whose forward and backward, and how."""
+
+    operator: str
+    implementation: str  # a module in the operator's folder, which is imported when it is called for
+    options: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def of(cls, operator: str, implementation: str, interpret: bool, **options: Any) -> "Run":
+        """`interpret` goes to the kernels alone."""
+        if implementation.startswith("pallas"):
+            options["interpret"] = interpret
+        return cls(operator, implementation, tuple(options.items()))
+
+    def forward(self, *arrays):
+        return self._module().forward(*arrays, **dict(self.options))
+
+    def backward(self, *arrays):
+        return self._module().backward(*arrays, **dict(self.options))
+
+    def _module(self) -> ModuleType:
+        return importlib.import_module(f"hyjax.kernels.{self.operator}.{self.implementation}")
 
 
 def check_shape(operator: str, name: str, array: jax.Array, shape: Sequence[int], what: str) -> None:
@@ -113,6 +150,15 @@ def zeros_like_varying(shape: Sequence[int], dtype: jnp.dtype, like: jax.Array) 
     zeros = jnp.zeros(tuple(shape), dtype)
     axes = tuple(getattr(jax.typeof(like).manual_axis_type, "varying", ()))
     return jax.lax.pcast(zeros, axes, to="varying") if axes else zeros
+
+
+def interpreter(interpret: Any, *arrays: jax.Array) -> Any:
+    """`interpret` as pallas_call takes it on a TPU: JAX's quick interpreter fails in shard_map, its slow one works."""
+    if interpret is True and any(getattr(jax.typeof(x).manual_axis_type, "varying", ()) for x in arrays):
+        from jax.experimental.pallas import tpu as pltpu
+
+        return pltpu.InterpretParams()
+    return interpret
 
 
 def by_backend[T](table: dict[str, T]) -> T:

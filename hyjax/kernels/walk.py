@@ -12,6 +12,8 @@ The products are of decays, at most 1, and exactly zero where a document starts 
 obeys the same recurrence from the end to the start, with the same products.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -50,7 +52,7 @@ def borders(product: jax.Array, end: jax.Array, state: jax.Array, reverse: bool 
     return last, jnp.moveaxis(entries, 0, 1).reshape(-1, *entries.shape[2:])
 
 
-def alike(*arrays: jax.Array | None) -> list[jax.Array | None]:
+def alike(*arrays: jax.Array | None) -> list[Any]:
     """The arrays, all varying over every mesh axis that one of them varies over: what shard_map asks of a custom_vjp.
 
     A weight that all devices share becomes a varying one here, and JAX sums its gradient over them. None stays None.

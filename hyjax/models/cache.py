@@ -12,7 +12,7 @@ Shapes: `B` batch, `L` slots, `H` heads, `K` key dim, `V` value dim, `T` time, `
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -165,13 +165,16 @@ class WindowCache(_KeysAndValues):
 
 @struct.dataclass
 class RecurrentState:
-    """A recurrence's matrix [B,H,K,V] and, where it has a short convolution, that one's tail [B,W-1,C]."""
+    """A recurrence's matrix, [B,H,K,V] or as it has it, and the tails [B,W-1,C] of its short convolutions.
+
+    `conv` is one tail, a tuple of them, or None.
+    """
 
     matrix: jax.Array
-    conv: jax.Array | None = None
+    conv: Any = None
 
     def reset(self, fresh: jax.Array) -> RecurrentState:
         return jax.tree.map(lambda a: _forget(a, fresh), self)
 
     def sizes(self) -> dict[str, int]:
-        return {"recurrent": _bytes(self.matrix), "conv": _bytes(self.conv)}
+        return {"recurrent": _bytes(self.matrix), "conv": _bytes(*jax.tree.leaves(self.conv))}

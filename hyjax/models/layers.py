@@ -75,7 +75,7 @@ def split_heads(x: jax.Array, heads: int) -> jax.Array:
 
 
 class ShortConv(nn.Module):
-    """Causal depthwise convolution with SiLU, x [B,T,C] -> [B,T,C], that starts anew in every document.
+    """Causal depthwise convolution, with SiLU or not, x [B,T,C] -> [B,T,C], that starts anew in every document.
 
     Its tail [B,width-1,C] is what the next call needs of this one's inputs.
     """
@@ -85,6 +85,8 @@ class ShortConv(nn.Module):
     dtype: Any = jnp.float32
     state_dtype: Any = jnp.float32
     implementation: str = "auto"
+    bias: bool = False
+    activation: str | None = "silu"
 
     @nn.nowrap
     def init_state(self, batch: int) -> jax.Array:
@@ -95,10 +97,12 @@ class ShortConv(nn.Module):
         # uniform in ±1/√width, as depthwise convolutions of this width are drawn in the field
         init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform", in_axis=0, out_axis=())
         weight = self.param("weight", init, (self.width, self.channels), jnp.float32)
+        bias = self.param("bias", nn.initializers.zeros_init(), (self.channels,), jnp.float32) if self.bias else None
         y, tail = short_conv(
             x,
             weight.astype(self.dtype),
-            activation="silu",
+            None if bias is None else bias.astype(self.dtype),
+            activation=self.activation,
             initial_state=None if tail is None else tail.astype(x.dtype),
             segment_ids=ctx.segment_ids,
             implementation=self.implementation,

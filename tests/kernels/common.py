@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests.kernels import errors
+
 FLOAT32 = (1e-5, 1e-4)  # tolerances of outputs and of gradients
 FLOAT64 = (1e-10, 1e-10)
 HALF = (5e-3, 2e-2)
@@ -27,7 +29,9 @@ def assert_close(reference, out, tolerance: float, what: str = "", absolute: flo
     assert reference.shape == out.shape, f"{what}: shapes {reference.shape} and {out.shape}"
     assert np.isfinite(reference).all() and np.isfinite(out).all(), f"{what}: not finite"
     if reference.size and np.max(np.abs(reference - out)) > absolute:
-        assert ratio(reference, out) < tolerance, f"{what}: ratio {ratio(reference, out):.2e}"
+        error = ratio(reference, out)
+        errors.record(error, tolerance)
+        assert error < tolerance, f"{what}: ratio {error:.2e}"
 
 
 def assert_all_close(reference, out, names: Sequence[str], tolerances: tuple[float, float], num_outputs: int) -> None:

@@ -281,7 +281,7 @@ def test_runs_under_shard_map_with_checks(form):
         (dict(window=0), "window=0 must be at least 1"),
         (dict(window=3, causal=False), "needs causal=True"),
         (dict(soft_cap=0.0), "soft_cap=0.0 must be positive"),
-        (dict(implementation="pallas"), "no Pallas kernel serves this operator"),
+        (dict(implementation="pallas"), "it runs on a TPU or a GPU, not on cpu, and interpret=True runs it here"),
         (dict(interpret=True), "interpret=True modifies implementation='pallas' only"),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",

@@ -68,7 +68,7 @@ CASES = [
 ]
 SLOW_CASES = [
     case(8, time, 2, 2 * groups, key, value, gate)
-    for time in (1, 2, 3, 15, 64, 65, 100, 500)
+    for time in (1, 2, 15, 64, 100, 500)
     for groups, key, value in ((1, 60, 64), (2, 17, 33), (4, 8, 8))
     for gate in GATES
 ]
@@ -77,20 +77,28 @@ SLOW_CASES = [
 @pytest.mark.parametrize("shape", CASES)
 def test_values_and_gradients_in_every_gate_regime(shape):
     inputs, cotangents = make(0, *shape)
-    agree(inputs, cotangents, None, 16, gate=shape[-1])
+    reference, *results = agree(inputs, cotangents, None, 64 if shape[1] > 64 else 16, gate=shape[-1])
+    # A gate of -50 beside gates near 0 has a gradient of 1e-22; a total minus a prefix leaves rounding errors, 1e-7.
+    row = common.REGIMES.index("mixed")
+    strong = np.asarray(inputs[4][row] == -50)
+    expected = np.asarray(reference[1][4][row], np.float64)[strong]
+    for _, grads in results:
+        error = np.asarray(grads[4][row], np.float64)[strong] - expected
+        assert np.linalg.norm(error) <= 1e-4 * np.linalg.norm(expected)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SLOW_CASES)
 def test_values_and_gradients_over_the_grid(shape):
     inputs, cotangents = make(1, *shape)
-    reference, *others = agree(inputs, cotangents, None, 16, 32, 64, 128, gate=shape[-1])
+    reference, *others = agree(inputs, cotangents, None, 16, 64, 128, gate=shape[-1])
     flat = [(*outputs, *grads) for outputs, grads in (reference, *others)]
     worst = {n: max(common.ratio(flat[0][i], out[i]) for out in flat[1:]) for i, n in enumerate(NAMES)}
     print("largest errors:", " ".join(f"{name} {value:.1e}" for name, value in worst.items()))
 
 
-@pytest.mark.parametrize("gate", [slow("head"), "channel"])
+@pytest.mark.slow
+@pytest.mark.parametrize("gate", ["head", "channel"])
 def test_chunk_of_64_with_strong_decay_is_finite_and_right(gate):
     # Pairs reach a decay of 63 * -50 = -3150: a form that masks after exp, or divides by a decay, is not finite here.
     inputs, cotangents = make(2, 8, 70, 1, 1, 4, 4, gate)
@@ -116,7 +124,7 @@ def test_inverse_of_a_triangle_of_ones_is_exact(size):
     np.testing.assert_array_equal(found, np.broadcast_to(np.eye(size) - np.eye(size, k=-1), found.shape))
 
 
-@pytest.mark.parametrize("gate", [slow("head"), "channel"])
+@pytest.mark.parametrize("gate", ["head", slow("channel")])
 def test_pieces_of_chunks_agree_with_the_reference(gate, monkeypatch):
     monkeypatch.setitem(block_sizes.PIECE, "cpu", 1)  # a piece a chunk
     inputs, cotangents = make(3, 8, 50, 1, 2, 4, 3, gate)
@@ -276,6 +284,18 @@ def test_runs_under_shard_map_with_checks(gate, chunk_size):
     common.assert_all_close(*both, NAMES[:7], common.FLOAT32, 2)
 
 
+@pytest.mark.parametrize("gate", [slow("none"), slow("head"), "channel"])
+def test_vmap_equals_calls_one_by_one(gate):
+    # XLA aborts on a CPU at products of arrays of eight dimensions; vmap adds one to those of the operator.
+    (*inputs, s), cotangents = make(17, 2, 8, 1, 2, 4, 5, gate)
+    everything = functools.partial(common.everything, functools.partial(scan, s=s, gate=gate, chunk_size=4), cotangents)
+    batch = [jnp.stack([x, 0.9 * x]) for x in inputs]
+    one_by_one = lambda batch: jax.lax.map(lambda i: everything(*i), batch)
+    results = jax.jit(lambda *batch: (one_by_one(batch), jax.vmap(everything)(*batch)))(*batch)
+    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+        common.assert_close(a, b, 1e-5)
+
+
 @pytest.mark.parametrize("gate", ["head", slow("none"), slow("channel")])
 def test_temporary_memory_grows_with_time_and_not_faster(gate):
     def temporary(time, implementation="auto"):
@@ -313,7 +333,7 @@ def test_auto_takes_xla_and_says_so_once(caplog, monkeypatch):
         (dict(initial_state=(2, 4, 5, 4)), r"initial_state has shape \(2, 4, 5, 4\), expected .* = \(2, 4, 4, 5\)"),
         (dict(segment_ids=(3, 2)), r"segment_ids has shape \(3, 2\), expected .* = \(2, 3\)"),
         (dict(chunk_size=0), "chunk_size=0 must be at least 1"),
-        (dict(implementation="pallas"), "no Pallas kernel serves this operator"),
+        (dict(implementation="pallas"), "it runs on a TPU or a GPU, not on cpu, and interpret=True runs it here"),
         (dict(implementation="xla", interpret=True), "interpret=True modifies implementation='pallas' only"),
         (dict(implementation="triton"), "'triton' is none of auto, reference, xla, pallas"),
     ],

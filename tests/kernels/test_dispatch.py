@@ -12,6 +12,11 @@ SERVED = {"pallas_tpu": None, "pallas_gpu": None, "splash": None, "cudnn": None}
 REFUSED = dict.fromkeys(SERVED, "the head dim is 7")
 
 
+@pytest.fixture(autouse=True)
+def table(monkeypatch):
+    monkeypatch.setattr(dispatch, "PREFERRED", {"tpu": {"op": "pallas"}})
+
+
 def traced_for(platform: str, kind: str = "a chip"):
     """A mesh of a device that need not be there, as in compiling ahead of time."""
     device = AbstractDevice(device_kind=kind, num_cores=1, platform=platform)

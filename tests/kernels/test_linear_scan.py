@@ -257,7 +257,7 @@ def test_auto_takes_xla_and_says_so_once(caplog):
         (dict(initial_state=(2, 4, 5, 4)), r"initial_state has shape \(2, 4, 5, 4\), expected .* = \(2, 4, 4, 5\)"),
         (dict(segment_ids=(3, 2)), r"segment_ids has shape \(3, 2\), expected .* = \(2, 3\)"),
         (dict(chunk_size=0), "chunk_size=0 must be at least 1"),
-        (dict(implementation="pallas"), "no Pallas kernel serves this operator"),
+        (dict(implementation="pallas"), "it runs on a TPU or a GPU, not on cpu, and interpret=True runs it here"),
         (dict(implementation="xla", interpret=True), "interpret=True modifies implementation='pallas' only"),
         (dict(implementation="triton"), "'triton' is none of auto, reference, xla, pallas"),
     ],

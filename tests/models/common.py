@@ -19,6 +19,16 @@ MODELS = {
     "window": dict(layout="W", window=5, kv_heads=2),
     "gated-linear": dict(layout="G", legend=dict(G=G)),
     "gated-linear-options": dict(layout="G", legend=dict(G=G | dict(conv_width=4, gated=True, value_dim=6))),
+    "gla": dict(layout="V", legend=dict(V=dict(ffn=None, chunk_size=8, conv_width=3, gate_rank=3, gate_bias=-1.0))),
+    "deltanet": dict(layout="N", legend=dict(N=dict(ffn=None, chunk_size=8, negative_eigenvalues=True))),
+    "gated-deltanet": dict(layout="D", legend=dict(D=dict(ffn=None, chunk_size=8, key_heads=2, value_dim=6))),
+    "kimi-delta": dict(layout="K", legend=dict(K=dict(ffn=None, chunk_size=8, conv_width=0))),
+    "mamba2": dict(
+        layout="M",
+        legend=dict(M=dict(ffn=None, chunk_size=8, ssm_head_dim=4, state_dim=5, groups=2, step_limit=0.05)),
+    ),
+    "mamba1": dict(layout="S", legend=dict(S=dict(ffn=None, state_dim=3))),
+    "rg-lru": dict(layout="R", legend=dict(R=dict(ffn=None, inner=12))),
     "hybrid": dict(layout="(GAW)*2 -", window=5, legend=dict(G=dict(conv_width=3, chunk_size=8))),
 }
 

@@ -208,7 +208,7 @@ def test_state_dtype_narrows_storage_alone():
     "config, message",
     [
         (dict(layout="GXG"), "'X'"),
-        (dict(layout="GMG"), "model.legend.M.mixer is 'mamba2', not one of attention"),
+        (dict(layout="GTG"), "model.legend.T.mixer is 'lightning_attention', not one of attention"),
         (dict(layout="G", legend=dict(G=dict(mixer="atention"))), "did you mean attention"),
         (dict(layout="G", legend=dict(G=dict(conv_widht=4))), "conv_widht.*did you mean conv_width"),
         (dict(layout="G", legend=dict(G=dict(conv_width="4"))), "conv_width is '4'; it must be of type int"),

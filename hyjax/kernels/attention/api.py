@@ -1,16 +1,17 @@
 """attention: softmax attention, causal or not, with windows, documents, grouped heads, a soft cap and sinks."""
 
 import functools
+import importlib
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from hyjax.kernels import dispatch
-from hyjax.kernels.attention import reference, xla
+from hyjax.kernels.attention import gpu_plan, libraries, reference, tpu_blocks, xla
 
 OPERATOR = "attention"
-NO_PALLAS = "a flash-style kernel with the running softmax in fast memory would be possible"
 
 
 def attention(
@@ -51,8 +52,9 @@ def attention(
       scale: None means K ** -0.5.
       soft_cap: positive, or None.
       sinks: [Hq], a logit a head that joins the denominator alone.
-      implementation: "auto", "reference" (query by query) or "xla" (all logits at once where they are few, else in
-        blocks with memory linear in T). No Pallas kernel serves this operator yet.
+      implementation: "auto", "reference" (query by query), "xla" (all logits at once where they are few, else in
+        blocks with memory linear in T) or "pallas" (flash kernels for a TPU or a Hopper GPU, for calls without
+        positions), and by name JAX's own kernels, "splash" (TPU) and "cudnn" (GPU), for the calls that they can serve.
       interpret: a modifier of "pallas".
 
     Returns:
@@ -61,8 +63,15 @@ def attention(
     Raises:
       ValueError: shapes that don't agree, options that contradict, or an implementation that can't serve the call.
     """
-    choice = dispatch.choose(OPERATOR, implementation, interpret, NO_PALLAS)
     _check(q, k, v, sinks)
+    by_position, packed = q_positions is not None, segment_ids is not None
+    kernels = {
+        "pallas_tpu": tpu_blocks.refusal(q, k, v, by_position),
+        "pallas_gpu": gpu_plan.refusal(q, k, v, by_position, interpret),
+        "splash": libraries.splash_refusal(q, k, by_position, kv_segment_ids is not None),
+        "cudnn": libraries.cudnn_refusal(q, k, v, by_position, packed, causal, soft_cap, sinks),
+    }
+    choice = dispatch.choose(OPERATOR, implementation, interpret, kernels)
     _check_rows(q, k, q_positions, kv_positions, segment_ids, kv_segment_ids)
     _check_options(causal, window, soft_cap)
     (batch, q_len), kv_len = q.shape[:2], k.shape[1]
@@ -86,7 +95,12 @@ def attention(
         # Selecting, and not multiplying, keeps what padding holds (NaN included) out of values and gradients.
         q = jnp.where((segment_ids != 0)[..., None, None], q, 0)
         k, v = (jnp.where((kv_segment_ids != 0)[..., None, None], x, 0) for x in (k, v))
-    return _attention(q, k, v, sinks, q_rows, kv_rows, options, dtype)
+    if choice == "splash":
+        return libraries.splash(q, k, v, segment_ids, sinks, options)
+    if choice == "cudnn":
+        return libraries.cudnn(q, k, v, options)
+    run = _Xla(options, dtype) if choice == "xla" else _Pallas(choice, options, interpret)
+    return _attention(q, k, v, sinks, q_rows, kv_rows, run)
 
 
 def _check(q, k, v, sinks) -> None:
@@ -132,21 +146,53 @@ def _check_options(causal, window, soft_cap) -> None:
         raise ValueError(f"{OPERATOR}: soft_cap={soft_cap} must be positive, or None")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
-def _attention(q, k, v, sinks, q_rows, kv_rows, options, dtype):
-    return _forward(q, k, v, sinks, q_rows, kv_rows, options, dtype)[0]
+class _Xla(NamedTuple):
+    """How a call runs, as one hashable value for the custom_vjp."""
+
+    options: xla.Options
+    dtype: jnp.dtype
+
+    def forward(self, q, k, v, q_rows, kv_rows, sinks):
+        return xla.forward(q, k, v, q_rows, kv_rows, sinks, self.options, self.dtype)
+
+    def backward(self, q, k, v, q_rows, kv_rows, sinks, o, lse, do):
+        return xla.backward(q, k, v, q_rows, kv_rows, sinks, o, lse, do, self.options, self.dtype)
 
 
-def _forward(q, k, v, sinks, q_rows, kv_rows, options, dtype):
-    o, lse = xla.forward(q, k, v, q_rows, kv_rows, sinks, options, dtype)
+class _Pallas(NamedTuple):
+    """As _Xla, by the kernels of a module, which is imported when it is called for."""
+
+    module: str
+    options: xla.Options
+    interpret: bool
+
+    def forward(self, q, k, v, q_rows, kv_rows, sinks):
+        ids = q_rows.segments, kv_rows.segments
+        return self._kernels().forward(q, k, v, *ids, sinks, self.options, self.interpret)
+
+    def backward(self, q, k, v, q_rows, kv_rows, sinks, o, lse, do):
+        ids = q_rows.segments, kv_rows.segments
+        return self._kernels().backward(q, k, v, *ids, sinks, o, lse, do, self.options, self.interpret)
+
+    def _kernels(self):
+        return importlib.import_module(f"hyjax.kernels.attention.{self.module}")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _attention(q, k, v, sinks, q_rows, kv_rows, run):
+    return _forward(q, k, v, sinks, q_rows, kv_rows, run)[0]
+
+
+def _forward(q, k, v, sinks, q_rows, kv_rows, run):
+    o, lse = run.forward(q, k, v, q_rows, kv_rows, sinks)
     o = checkpoint_name(o.astype(v.dtype), "attention_out")
     lse = checkpoint_name(lse, "attention_lse")
     return o, (q, k, v, sinks, q_rows, kv_rows, o, lse)
 
 
-def _backward(options, dtype, saved, do):
+def _backward(run, saved, do):
     q, k, v, sinks, q_rows, kv_rows, o, lse = saved
-    dq, dk, dv, dsinks = xla.backward(q, k, v, q_rows, kv_rows, sinks, o, lse, do, options, dtype)
+    dq, dk, dv, dsinks = run.backward(q, k, v, q_rows, kv_rows, sinks, o, lse, do)
     dsinks = None if sinks is None else dsinks.astype(sinks.dtype)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dsinks, None, None
 

@@ -20,3 +20,20 @@ BLOCKS = {
     "gpu": ((1 << 62, 256, 512),),
     "tpu": ((1 << 62, 512, 512),),
 }
+
+# By device kind: (rows of queries a block, keys a block, rows and keys of the tiles that a block is worked off in, by
+# how many tiles matrix products go ahead of the softmax and behind it), by the static schedules that the compiler makes
+# (tests/kernels/test_attention_tpu.py). None of it was measured on a TPU.
+PALLAS_TPU = {
+    "other": (1024, 1024, 256, 256, 2, 1),
+    "TPU v6 lite": (1024, 1024, 256, 256, 3, 2),
+    "TPU7x": (1024, 1024, 256, 256, 3, 2),
+}
+
+# By padded head dim, for the forward, dq and dkv kernels: keys (dkv: queries) a step, and steps whose copies are in
+# flight. Sized to fit 227 KiB of shared memory and 240 registers a thread (tests/kernels/test_attention_gpu.py). None
+# of it was measured on a GPU.
+PALLAS_GPU = {
+    64: ((128, 2), (128, 2), (128, 2)),
+    128: ((128, 2), (64, 2), (64, 2)),
+}

@@ -7,11 +7,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from hyjax.kernels import dispatch, segments
-from hyjax.kernels.delta_scan import reference, xla
+from hyjax.kernels.delta_scan import gpu_plan, reference, tpu_plan
 from hyjax.kernels.walk import alike
 
 OPERATOR = "delta_scan"
-NO_PALLAS = "a walk over chunks with the state kept in fast memory would be possible"
 
 
 def delta_scan(
@@ -45,7 +44,7 @@ def delta_scan(
         are zero and which may hold anything. A document ends where a non-zero id differs from the last non-zero id
         before it, and the state is zero again; the first non-zero id of a row continues `initial_state`.
       chunk_size: tokens a chunk, rounded up to a power of two; None asks the table. Values don't depend on it.
-      implementation: "auto", "reference" (token by token) or "xla". No Pallas kernel serves this operator yet.
+      implementation: "auto", "reference" (token by token), "xla" or "pallas" (TPU; Hopper, but for gates a channel).
       interpret: a modifier of "pallas".
 
     Returns:
@@ -54,8 +53,12 @@ def delta_scan(
     Raises:
       ValueError: shapes that don't agree, or an implementation that can't serve the call.
     """
-    choice = dispatch.choose(OPERATOR, implementation, interpret, NO_PALLAS)
     _check(q, k, v, beta, log_decay, initial_state, segment_ids, chunk_size)
+    kernels = {
+        "pallas_tpu": tpu_plan.refusal(q, k, v, beta, log_decay, interpret),
+        "pallas_gpu": gpu_plan.refusal(q, k, v, beta, log_decay, chunk_size, interpret),
+    }
+    choice = dispatch.choose(OPERATOR, implementation, interpret, kernels)
     dtype = dispatch.compute_dtype(*(x for x in (q, k, v, beta, log_decay) if x is not None))
     scale = k.shape[3] ** -0.5 if scale is None else scale
     if log_decay is None:
@@ -66,14 +69,15 @@ def delta_scan(
     if choice == "reference":
         o, final = reference.delta_scan(q, k, v, beta, log_decay, state, segment_ids, scale)
         return o.astype(v.dtype), final
+    run = dispatch.Run.of(OPERATOR, choice, interpret, scale=scale, chunk_size=chunk_size)
     if segment_ids is None:
-        return _delta_scan(*alike(q, k, v, beta, log_decay, state), scale, chunk_size)
+        return _delta_scan(*alike(q, k, v, beta, log_decay, state), run)
     # Selecting, and not multiplying, keeps what padding holds (NaN included) out of values and gradients.
     valid, start = segment_ids != 0, segments.starts(segment_ids)
     spread = lambda mask, x: mask.reshape(*mask.shape, *(1,) * (x.ndim - 2))
     q, k, v, beta, log_decay = (jnp.where(spread(valid, x), x, 0) for x in (q, k, v, beta, log_decay))
     log_decay = jnp.where(spread(start, log_decay), -jnp.inf, log_decay)  # e^-inf = 0: a new document
-    o, final = _delta_scan(*alike(q, k, v, beta, log_decay, state), scale, chunk_size)
+    o, final = _delta_scan(*alike(q, k, v, beta, log_decay, state), run)
     return jnp.where(spread(valid, o), o, 0), final
 
 
@@ -104,21 +108,21 @@ def _check(q, k, v, beta, log_decay, initial_state, segment_ids, chunk_size) -> 
         raise ValueError(f"{OPERATOR}: chunk_size={chunk_size} must be at least 1")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
-def _delta_scan(q, k, v, beta, log_decay, state, scale, chunk_size):
-    return _forward(q, k, v, beta, log_decay, state, scale, chunk_size)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _delta_scan(q, k, v, beta, log_decay, state, run):
+    return _forward(q, k, v, beta, log_decay, state, run)[0]
 
 
-def _forward(q, k, v, beta, log_decay, state, scale, chunk_size):
-    o, final, states = xla.forward(q, k, v, beta, log_decay, state, scale=scale, chunk_size=chunk_size)
+def _forward(q, k, v, beta, log_decay, state, run):
+    o, final, states = run.forward(q, k, v, beta, log_decay, state)
     states = checkpoint_name(states, "delta_scan_states")
     return (checkpoint_name(o.astype(v.dtype), "delta_scan_out"), final), (q, k, v, beta, log_decay, states)
 
 
-def _backward(scale, chunk_size, saved, cotangents):
+def _backward(run, saved, cotangents):
     q, k, v, beta, log_decay, states = saved
     do, dfinal = cotangents
-    grads = xla.backward(q, k, v, beta, log_decay, states, do, dfinal, scale=scale, chunk_size=chunk_size)
+    grads = run.backward(q, k, v, beta, log_decay, states, do, dfinal)
     dtypes = (q.dtype, k.dtype, v.dtype, beta.dtype, log_decay.dtype, dfinal.dtype)
     return tuple(g.astype(t) for g, t in zip(grads, dtypes, strict=True))
 

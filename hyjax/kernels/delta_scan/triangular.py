@@ -14,7 +14,7 @@ BLOCK = 16  # tokens that are solved by substitution, before blocks are merged
 
 
 def inverse(lower: jax.Array) -> jax.Array:
-    """(I + L)^-1 of strictly lower triangular L [..., C, C], C a power of two; what stands elsewhere isn't read.
+    """(I + L)^-1 of strictly lower triangular L [..., G, C, C], C a power of two; what stands elsewhere isn't read.
 
     Two solved neighbours X_1 and X_2 of m tokens with the block L_21 between them are solved together:
 
@@ -32,10 +32,11 @@ def inverse(lower: jax.Array) -> jax.Array:
 
 
 def _diagonal_blocks(matrix: jax.Array, size: int) -> jax.Array:
-    """[..., C, C] -> [..., C/size, size, size]."""
+    """[..., G, C, C] -> [..., G*C/size, size, size]."""
     count = matrix.shape[-1] // size
     blocks = matrix.reshape(*matrix.shape[:-2], count, size, count, size)
-    return jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)
+    blocks = jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)
+    return blocks.reshape(*matrix.shape[:-3], -1, size, size)
 
 
 def _substitute(lower: jax.Array) -> jax.Array:

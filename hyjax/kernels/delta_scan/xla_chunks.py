@@ -37,13 +37,11 @@ def _chunked(keys, values, chunk):
 
 
 def _inside(q, k, beta, decay):
-    """What doesn't depend on the state: P, M, A [n,B,H,G,C,C], D, the levels of decays, a and b."""
-    levels, upto, after = chunks.levels(decay)
-    decays = chunks.pair_decays(decay, levels)
-    scores = chunks.scores(q, k, decays, levels)
-    overlaps = jnp.tril(chunks.scores(k, k, decays, levels), -1)
-    solve = inverse(overlaps * jnp.swapaxes(beta, -1, -2))
-    return scores, overlaps, solve, decays, levels, upto, after
+    """What doesn't depend on the state: P, M and A [n,B,H,G,C,C], and the products of decays."""
+    decays = chunks.products(decay)
+    scores = chunks.scores(q, k, decays)
+    overlaps = jnp.tril(chunks.scores(k, k, decays), -1)
+    return scores, overlaps, inverse(overlaps * jnp.swapaxes(beta, -1, -2)), decays
 
 
 def forward(q, k, v, beta, decay, state, chunk):
@@ -53,7 +51,8 @@ def forward(q, k, v, beta, decay, state, chunk):
     starts [n,B,H,G,K,V].
     """
     q, k, v, beta, decay = _chunked((q, k), (v, beta, decay), chunk)
-    scores, _, solve, _, _, upto, after = _inside(q, k, beta, decay)
+    scores, _, solve, decays = _inside(q, k, beta, decay)
+    upto, after = decays.upto, decays.after
     q_in, k_in, k_out = (x[:, :, :, None] * y for x, y in ((q, upto), (k, upto), (k, after)))
     total = jnp.swapaxes(upto[..., -1:, :], -1, -2)  # [n,B,H,G,1 or K,1]
     reads = einsum("nbhgcd,nbhgdk->nbhgck", solve, k_in)
@@ -73,7 +72,8 @@ def forward(q, k, v, beta, decay, state, chunk):
 def backward(q, k, v, beta, decay, states, do, dstate, chunk):
     """The gradients of q, k, v, beta, log decay (as `decay`'s shape) and initial state; `states` of `forward`."""
     q, k, v, beta, decay, do = _chunked((q, k), (v, beta, decay, do), chunk)
-    scores, overlaps, solve, decays, levels, upto, after = _inside(q, k, beta, decay)
+    scores, overlaps, solve, decays = _inside(q, k, beta, decay)
+    upto, after = decays.upto, decays.after
     q_in, k_in, k_out = (x[:, :, :, None] * y for x, y in ((q, upto), (k, upto), (k, after)))
     reads = einsum("nbhgcd,nbhgdk->nbhgck", solve, k_in)
     e = einsum("nbhgcd,nbhgdv->nbhgcv", solve, v) - einsum("nbhgck,nbhgkv->nbhgcv", reads, states)
@@ -88,15 +88,15 @@ def backward(q, k, v, beta, decay, states, do, dstate, chunk):
     dq_in = upto * einsum("nbhgcv,nbhgkv->nbhgck", do, states)
     dk_in = -upto * einsum("nbhgcv,nbhgkv->nbhgck", dv, states)
     dk_out = after * einsum("nbhgcv,nbhgkv->nbhgck", u, dstates)
-    rows = [(q, scores, dscores), (k, overlaps, doverlaps)]
-    (dq, dk_row), dk_column, dg = chunks.scores_gradients(rows, k, decays, levels)
+    kinds = [(q, scores, dscores), (k, overlaps, doverlaps)]
+    (dq, dk_row), dk_column, dg = chunks.scores_gradients(kinds, k, decays)
     dq, dk = dq + jnp.sum(dq_in, 3), dk_row + dk_column + jnp.sum(dk_in + dk_out, 3)
 
     # What crosses each token from the state before the chunk, to the state after it, and from one to the other.
     entering = q[:, :, :, None] * dq_in + k[:, :, :, None] * dk_in
     leaving = k[:, :, :, None] * dk_out
     through = jnp.sum(states * dstates, axis=-1)[..., None, :]
-    if decays is not None:
+    if decays.pairs is not None:
         entering, leaving, through = (jnp.sum(x, -1, keepdims=True) for x in (entering, leaving, through))
     dg += chunks.from_here_on(entering) + chunks.before_here(leaving) + upto[..., -1:, :] * through
     grads = merge(dq), merge(dk), *(merge_groups(x) for x in (dv, dbeta, dg))

@@ -7,11 +7,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from hyjax.kernels import dispatch, segments
-from hyjax.kernels.diagonal_scan import reference, xla
+from hyjax.kernels.diagonal_scan import reference, tpu_plan
 from hyjax.kernels.walk import alike
 
 OPERATOR = "diagonal_scan"
-NO_PALLAS = "no Pallas kernel has been written for this operator"
 
 
 def diagonal_scan(
@@ -36,9 +35,9 @@ def diagonal_scan(
       segment_ids: [B, T] integers. 0 is padding, which neither reads nor writes the state, whose output and gradients
         are zero and which may hold anything. A document ends where a non-zero id differs from the last non-zero id
         before it, and the state is zero again; the first non-zero id of a row continues `initial_state`.
-      chunk_size: tokens that are walked one after the other, chunks being walked side by side; None asks the table.
-        Values don't depend on it.
-      implementation: "auto", "reference" (token by token) or "xla". No Pallas kernel serves this operator yet.
+      chunk_size: tokens that are walked one after the other, chunks being walked side by side, in the "xla"
+        implementation; None asks the table. Values don't depend on it.
+      implementation: "auto", "reference" (token by token), "xla" or "pallas" (TPU).
       interpret: a modifier of "pallas".
 
     Returns:
@@ -48,8 +47,9 @@ def diagonal_scan(
     Raises:
       ValueError: shapes that don't agree, or an implementation that can't serve the call.
     """
-    choice = dispatch.choose(OPERATOR, implementation, interpret, NO_PALLAS)
     _check(x, log_decay, initial_state, segment_ids, chunk_size)
+    kernels = {"pallas_tpu": tpu_plan.refusal(x, log_decay, initial_state)}
+    choice = dispatch.choose(OPERATOR, implementation, interpret, kernels)
     inputs = (x, log_decay) if initial_state is None else (x, log_decay, initial_state)
     dtype = dispatch.compute_dtype(x, log_decay)
     if any(jnp.iscomplexobj(a) for a in inputs):
@@ -61,13 +61,14 @@ def diagonal_scan(
     if choice == "reference":
         h, final = reference.diagonal_scan(x, log_decay, state, segment_ids)
         return h.astype(x.dtype), final
+    run = dispatch.Run.of(OPERATOR, choice, interpret, chunk_size=chunk_size)
     if segment_ids is None:
-        return _diagonal_scan(*alike(x, log_decay, state), chunk_size)
+        return _diagonal_scan(*alike(x, log_decay, state), run)
     # Selecting, and not multiplying, keeps what padding holds (NaN included) out of values and gradients.
     valid = (segment_ids != 0)[..., None]
     x, log_decay = jnp.where(valid, x, 0), jnp.where(valid, log_decay, 0)
     log_decay = jnp.where(segments.starts(segment_ids)[..., None], -jnp.inf, log_decay)  # e^-inf = 0: a new document
-    h, final = _diagonal_scan(*alike(x, log_decay, state), chunk_size)
+    h, final = _diagonal_scan(*alike(x, log_decay, state), run)
     return jnp.where(valid, h, 0), final
 
 
@@ -92,18 +93,18 @@ def _check(x, log_decay, initial_state, segment_ids, chunk_size) -> None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _diagonal_scan(x, log_decay, state, chunk_size):
-    return _forward(x, log_decay, state, chunk_size)[0]
+def _diagonal_scan(x, log_decay, state, run):
+    return _forward(x, log_decay, state, run)[0]
 
 
-def _forward(x, log_decay, state, chunk_size):
-    h, final = xla.forward(x, log_decay, state, chunk_size=chunk_size)
+def _forward(x, log_decay, state, run):
+    h, final = run.forward(x, log_decay, state)
     h = checkpoint_name(h, "diagonal_scan_out")
     return (h, final), (h, log_decay, state)
 
 
-def _backward(chunk_size, saved, cotangents):
-    return xla.backward(*saved, *cotangents, chunk_size=chunk_size)
+def _backward(run, saved, cotangents):
+    return run.backward(*saved, *cotangents)
 
 
 _diagonal_scan.defvjp(_forward, _backward)

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from hyjax.kernels import dispatch, segments
-from hyjax.kernels.linear_scan import reference, xla
+from hyjax.kernels.linear_scan import gpu_plan, reference, tpu_plan
+from hyjax.kernels.walk import alike
 
 OPERATOR = "linear_scan"
-NO_PALLAS = "a walk over chunks with the state kept in fast memory would be possible"
 
 
 def linear_scan(
@@ -40,7 +40,7 @@ def linear_scan(
         are zero and which may hold anything. A document ends where a non-zero id differs from the last non-zero id
         before it, and the state is zero again; the first non-zero id of a row continues `initial_state`.
       chunk_size: tokens a chunk, rounded up to a power of two; None asks the table. Values don't depend on it.
-      implementation: "auto", "reference" (token by token) or "xla". No Pallas kernel serves this operator yet.
+      implementation: "auto", "reference" (token by token), "xla" or "pallas" (TPU; Hopper, but for gates a channel).
       interpret: a modifier of "pallas".
 
     Returns:
@@ -49,8 +49,12 @@ def linear_scan(
     Raises:
       ValueError: shapes that don't agree, or an implementation that can't serve the call.
     """
-    choice = dispatch.choose(OPERATOR, implementation, interpret, NO_PALLAS)
     _check(q, k, v, log_decay, initial_state, segment_ids, chunk_size)
+    kernels = {
+        "pallas_tpu": tpu_plan.refusal(q, k, v, log_decay),
+        "pallas_gpu": gpu_plan.refusal(q, k, v, log_decay, chunk_size, interpret),
+    }
+    choice = dispatch.choose(OPERATOR, implementation, interpret, kernels)
     dtype = dispatch.compute_dtype(q, k, v, log_decay)
     scale = k.shape[3] ** -0.5 if scale is None else scale
     if initial_state is None:
@@ -59,15 +63,16 @@ def linear_scan(
     if choice == "reference":
         o, final = reference.linear_scan(q, k, v, log_decay, state, segment_ids, scale)
         return o.astype(v.dtype), final
+    run = dispatch.Run.of(OPERATOR, choice, interpret, scale=scale, chunk_size=chunk_size)
     if segment_ids is None:
-        return _linear_scan(q, k, v, log_decay, state, scale, chunk_size)
+        return _linear_scan(*alike(q, k, v, log_decay, state), run)
     # Selecting, and not multiplying, keeps what padding holds (NaN included) out of values and gradients.
     valid = (segment_ids != 0)[..., None, None]
     q, k, v = (jnp.where(valid, x, 0) for x in (q, k, v))
     shape = (...,) + (None,) * (log_decay.ndim - 2)
     log_decay = jnp.where((segment_ids != 0)[shape], log_decay, 0)
     log_decay = jnp.where(segments.starts(segment_ids)[shape], -jnp.inf, log_decay)  # e^-inf = 0: a new document
-    o, final = _linear_scan(q, k, v, log_decay, state, scale, chunk_size)
+    o, final = _linear_scan(*alike(q, k, v, log_decay, state), run)
     return jnp.where(valid, o, 0), final
 
 
@@ -95,21 +100,21 @@ def _check(q, k, v, log_decay, initial_state, segment_ids, chunk_size) -> None:
         raise ValueError(f"{OPERATOR}: chunk_size={chunk_size} must be at least 1")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _linear_scan(q, k, v, log_decay, state, scale, chunk_size):
-    return _forward(q, k, v, log_decay, state, scale, chunk_size)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _linear_scan(q, k, v, log_decay, state, run):
+    return _forward(q, k, v, log_decay, state, run)[0]
 
 
-def _forward(q, k, v, log_decay, state, scale, chunk_size):
-    o, final, states = xla.forward(q, k, v, log_decay, state, scale=scale, chunk_size=chunk_size)
+def _forward(q, k, v, log_decay, state, run):
+    o, final, states = run.forward(q, k, v, log_decay, state)
     states = checkpoint_name(states, "linear_scan_states")
     return (checkpoint_name(o.astype(v.dtype), "linear_scan_out"), final), (q, k, v, log_decay, states)
 
 
-def _backward(scale, chunk_size, saved, cotangents):
+def _backward(run, saved, cotangents):
     q, k, v, log_decay, states = saved
     do, dfinal = cotangents
-    grads = xla.backward(q, k, v, log_decay, states, do, dfinal, scale=scale, chunk_size=chunk_size)
+    grads = run.backward(q, k, v, log_decay, states, do, dfinal)
     dtypes = (q.dtype, k.dtype, v.dtype, log_decay.dtype, dfinal.dtype)
     return tuple(g.astype(t) for g, t in zip(grads, dtypes, strict=True))
 

@@ -18,3 +18,13 @@ STEPS_SAVED = 16
 # Numbers in the largest array of a piece of chunks, walked one piece after the other: a CPU pays more for fresh memory
 # than for arithmetic. Accelerators take all chunks at once.
 PIECE = {"cpu": 1 << 17, "gpu": 1 << 62, "tpu": 1 << 62}
+
+# By device kind and kind of gate: (tokens a grid step, between which states are saved; value heads a grid step), by
+# the static schedules that the compiler makes (tests/kernels/test_linear_scan_tpu.py). None was measured on a TPU.
+PALLAS_TPU = {
+    "other": {"head": (256, 4), "channel": (256, 2)},
+}
+
+# Of the Mosaic GPU kernels (Hopper): chunks of inputs in shared memory at once. Of 227 KiB, K = V = 128 takes 155 with
+# two stages. Not measured on a device.
+PALLAS_GPU = {"stages": 2}

@@ -35,8 +35,9 @@ def forward(q, k, v, decay, state, chunk):
     heads = k.shape[2]
     q, k = split(q, chunk), split(k, chunk)
     v, decay = split_groups(v, chunk, heads), split_groups(decay, chunk, heads)
-    levels, upto, after = chunks.levels(decay)
-    scores = chunks.scores(q, k, chunks.pair_decays(decay, levels), levels)
+    decays = chunks.products(decay)
+    upto, after = decays.upto, decays.after
+    scores = chunks.scores(q, k, decays)
     total = jnp.swapaxes(upto[..., -1:, :], -1, -2)  # [n,B,H,G,1 or K,1]
     if decay.shape[-1] == 1:
         updates = einsum("nbhck,nbhgcv->nbhgkv", k, after * v)
@@ -56,9 +57,9 @@ def backward(q, k, v, decay, states, do, dstate, chunk):
     heads, shape = k.shape[2], dstate.shape
     q, k = split(q, chunk), split(k, chunk)
     v, decay, do = (split_groups(x, chunk, heads) for x in (v, decay, do))
-    levels, upto, after = chunks.levels(decay)
-    decays = chunks.pair_decays(decay, levels)
-    scores = chunks.scores(q, k, decays, levels)
+    decays = chunks.products(decay)
+    upto, after = decays.upto, decays.after
+    scores = chunks.scores(q, k, decays)
     total = jnp.swapaxes(upto[..., -1:, :], -1, -2)
     q_in, k_out = q[:, :, :, None] * upto, k[:, :, :, None] * after
 
@@ -72,9 +73,9 @@ def backward(q, k, v, decay, states, do, dstate, chunk):
     # What crosses each token from the state before the chunk, to the state after it, and from one to the other.
     entering, leaving = q[:, :, :, None] * dq_state, k[:, :, :, None] * dk_state
     through = jnp.sum(states * dstates, axis=-1)[..., None, :]
-    if decays is not None:
+    if decays.pairs is not None:
         entering, leaving, through = (jnp.sum(x, -1, keepdims=True) for x in (entering, leaving, through))
     dg = chunks.from_here_on(entering) + chunks.before_here(leaving) + upto[..., -1:, :] * through
-    (dq,), dk, dg_pairs = chunks.scores_gradients([(q, scores, dscores)], k, decays, levels)
+    (dq,), dk, dg_pairs = chunks.scores_gradients([(q, scores, dscores)], k, decays)
     dq, dk = dq + jnp.sum(dq_state, 3), dk + jnp.sum(dk_state, 3)
     return merge(dq), merge(dk), merge_groups(dv), merge_groups(dg + dg_pairs), dinitial.reshape(shape)

@@ -7,11 +7,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from hyjax.kernels import dispatch, segments
-from hyjax.kernels.selective_scan import reference, xla
+from hyjax.kernels.selective_scan import reference, tpu_plan
 from hyjax.kernels.walk import alike
 
 OPERATOR = "selective_scan"
-NO_PALLAS = "no Pallas kernel has been written for this operator"
 
 
 def selective_scan(
@@ -43,9 +42,9 @@ def selective_scan(
       segment_ids: [B, T] integers. 0 is padding, which neither reads nor writes the state, whose output and gradients
         are zero and which may hold anything. A document ends where a non-zero id differs from the last non-zero id
         before it, and the state is zero again; the first non-zero id of a row continues `initial_state`.
-      chunk_size: tokens that are walked one after the other, chunks being walked side by side; None asks the table.
-        Values don't depend on it.
-      implementation: "auto", "reference" (token by token) or "xla". No Pallas kernel serves this operator yet.
+      chunk_size: tokens that are walked one after the other, chunks being walked side by side, in the "xla"
+        implementation; None asks the table. Values don't depend on it.
+      implementation: "auto", "reference" (token by token), "xla" or "pallas" (TPU).
       interpret: a modifier of "pallas".
 
     Returns:
@@ -54,8 +53,9 @@ def selective_scan(
     Raises:
       ValueError: shapes that don't agree, or an implementation that can't serve the call.
     """
-    choice = dispatch.choose(OPERATOR, implementation, interpret, NO_PALLAS)
     _check(u, delta, A, B, C, D, initial_state, segment_ids, chunk_size)
+    kernels = {"pallas_tpu": tpu_plan.refusal(u, delta, A, B, C, D, initial_state)}
+    choice = dispatch.choose(OPERATOR, implementation, interpret, kernels)
     dtype = dispatch.compute_dtype(u, delta, A, B, C, D)
     if initial_state is None:
         initial_state = dispatch.zeros_like_varying((u.shape[0], *A.shape), dtype, u)
@@ -63,6 +63,7 @@ def selective_scan(
     if choice == "reference":
         y, final = reference.selective_scan(u, delta, A, B, C, D, state, segment_ids)
         return y.astype(u.dtype), final
+    run = dispatch.Run.of(OPERATOR, choice, interpret, chunk_size=chunk_size)
     starts = None
     if segment_ids is not None:
         # Selecting, and not multiplying, keeps what padding holds (NaN included) out of values and gradients. With
@@ -70,7 +71,7 @@ def selective_scan(
         valid = (segment_ids != 0)[..., None]
         u, delta, B, C = (jnp.where(valid, x, 0) for x in (u, delta, B, C))
         starts = segments.starts(segment_ids)
-    y, final = _selective_scan(*alike(u, delta, A, B, C, D, state, starts), chunk_size)
+    y, final = _selective_scan(*alike(u, delta, A, B, C, D, state, starts), run)
     return y if segment_ids is None else jnp.where(valid, y, 0), final
 
 
@@ -97,18 +98,18 @@ def _check(u, delta, A, B, C, D, initial_state, segment_ids, chunk_size) -> None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(8,))
-def _selective_scan(u, delta, A, B, C, D, state, starts, chunk_size):
-    return _forward(u, delta, A, B, C, D, state, starts, chunk_size)[0]
+def _selective_scan(u, delta, A, B, C, D, state, starts, run):
+    return _forward(u, delta, A, B, C, D, state, starts, run)[0]
 
 
-def _forward(u, delta, A, B, C, D, state, starts, chunk_size):
-    y, final, states = xla.forward(u, delta, A, B, C, D, starts, state, chunk_size=chunk_size)
+def _forward(u, delta, A, B, C, D, state, starts, run):
+    y, final, states = run.forward(u, delta, A, B, C, D, starts, state)
     states = checkpoint_name(states, "selective_scan_states")
     return (checkpoint_name(y, "selective_scan_out"), final), (u, delta, A, B, C, D, starts, states)
 
 
-def _backward(chunk_size, saved, cotangents):
-    return *xla.backward(*saved, *cotangents, chunk_size=chunk_size), None
+def _backward(run, saved, cotangents):
+    return *run.backward(*saved, *cotangents), None
 
 
 _selective_scan.defvjp(_forward, _backward)
