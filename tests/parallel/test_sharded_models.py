@@ -36,7 +36,9 @@ def program(mesh, **model_options) -> str:
     """The optimised HLO of the gradients, rows over "data" and heads over "tensor"."""
     model = HybridLM(MODEL | model_options)
     rows = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec("data")))
-    params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 4), jnp.int32))["params"]
+    key, dummy = jax.random.key(0), jnp.zeros((1, 4), jnp.int32)
+    with jax.set_mesh(mesh):
+        params = jax.eval_shape(model.init, key, dummy)["params"]
     where = lambda dims: NamedSharding(mesh, PartitionSpec(*("tensor" if d in TENSOR else None for d in dims)))
     shardings = jax.tree.map(where, model.logical_axes(), is_leaf=lambda x: isinstance(x, tuple))
     params = jax.tree.map(lambda p, s: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=s), params, shardings)

@@ -55,7 +55,7 @@ def delta_scan(
     """
     _check(q, k, v, beta, log_decay, initial_state, segment_ids, chunk_size)
     kernels = {
-        "pallas_tpu": tpu_plan.refusal(q, k, v, beta, log_decay, interpret),
+        "pallas_tpu": tpu_plan.refusal(q, k, v, beta, log_decay),
         "pallas_gpu": gpu_plan.refusal(q, k, v, beta, log_decay, chunk_size, interpret),
     }
     choice = dispatch.choose(OPERATOR, implementation, interpret, kernels)

@@ -21,9 +21,7 @@ LEAST_HALF_DIM = 64
 CHUNKS = (16, 128)
 
 
-def refusal(
-    q: jax.Array, k: jax.Array, v: jax.Array, beta: jax.Array, log_decay: jax.Array | None, interpret: bool
-) -> str | None:
+def refusal(q: jax.Array, k: jax.Array, v: jax.Array, beta: jax.Array, log_decay: jax.Array | None) -> str | None:
     """Why the TPU kernels can't serve a call, or None."""
     for name, x in dict(q=q, k=k, v=v).items():
         if x.dtype not in (jnp.bfloat16, jnp.float32):
