@@ -2,6 +2,8 @@
 
 import os
 
+import pytest
+
 from tests.kernels.errors import pytest_sessionfinish, pytest_terminal_summary, pytest_testnodedown
 
 __all__ = ["pytest_sessionfinish", "pytest_terminal_summary", "pytest_testnodedown"]
@@ -18,3 +20,12 @@ os.environ |= {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_compiled_programs():
+    """Each compiled program keeps mapped memory, and past 65,530 maps of a process the compiler dies."""
+    yield
+    import jax
+
+    jax.clear_caches()

@@ -9,7 +9,13 @@ from hyjax.models import Context
 from tests.models.common import MODELS, build, context, tokens
 
 T = 20
-every_model = pytest.mark.parametrize("name", MODELS)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def name(request):
+    """One model after the other, each through all tests: its programs are compiled once, and then let go."""
+    yield request.param
+    jax.clear_caches()
 
 
 def close(a, b, tolerance=1e-5):
@@ -28,7 +34,6 @@ def in_pieces(name, ids, cuts, ctx=None, max_len=T):
     return jnp.concatenate(logits, axis=1), state
 
 
-@every_model
 def test_splits(name):
     """F2: forward(T) = forward(s) + forward(T − s) = T single steps, logits and states."""
     _, variables, apply = build(name)
@@ -41,7 +46,6 @@ def test_splits(name):
         close(final, state)
 
 
-@every_model
 def test_documents_across_calls(name):
     """A row cut at a document's edge, inside one, or inside padding is the row in one piece."""
     _, variables, apply = build(name)
@@ -57,7 +61,6 @@ def test_documents_across_calls(name):
         close(final, state)
 
 
-@every_model
 def test_a_document_alone(name):
     """Each document of a packed row, padding inside it left out, gives the logits that it gives alone."""
     _, variables, apply = build(name)
@@ -69,7 +72,6 @@ def test_a_document_alone(name):
         close(packed[jnp.array(list(where))], alone)
 
 
-@every_model
 def test_documents_do_not_leak(name):
     """B2: another document's tokens change no bit of this one's logits, and get no gradient from them."""
     _, variables, apply = build(name)
@@ -104,7 +106,6 @@ def test_gradients_do_not_leak(name):
         assert (rows[documents[0] == document] > 0).all()
 
 
-@every_model
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded_prompts(name, side):
     """F1: prompts of 3, 7 and 20 tokens in one padded batch decode as each does alone."""
@@ -138,7 +139,6 @@ def _greedy(apply, variables, logits, state, count):
     return np.stack(found, axis=1).tolist()
 
 
-@every_model
 def test_padding_is_inert(name):
     """A call of nothing but padding changes no bit of a row's state."""
     model, variables, apply = build(name)

@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from hyjax.kernels import dispatch, tpu_gates
-from hyjax.kernels.delta_scan import tpu_chunk, tpu_plan
+from hyjax.kernels.delta_scan import tpu_chunk, tpu_plan, xla
 from hyjax.kernels.delta_scan.tpu_chunk import NN, NT, TN, ChannelGate, HeadGate, dot, dot_parts
 from hyjax.kernels.delta_scan.tpu_plan import SUBLANES, Plan
 from hyjax.kernels.walk import alike
@@ -39,6 +39,8 @@ def forward(q, k, v, beta, log_decay, state, *, scale: float, chunk_size: int | 
     Returns o [B,T,HV,V], the final state, and what `backward` wants: the states at the chunks' starts [B,HV,n,K,V] and
     A [B,HV,n,parts,C,C] as the sum of its parts, in the dtype of q, k and v.
     """
+    if q.shape[1] == 1:  # no walk: the recurrence itself
+        return xla.forward(q, k, v, beta, log_decay, state, scale=scale, chunk_size=chunk_size)
     p = tpu_plan.plan(q, k, v, log_decay.ndim == 4, scale, chunk_size)
     inputs = [*_inputs(q, k, v, beta, log_decay, p), ("ends", tpu_plan.pad_state(state, p))]
     outputs = [
@@ -55,6 +57,8 @@ def backward(
     q, k, v, beta, log_decay, saved, do, dstate, *, scale: float, chunk_size: int | None, interpret: Any = False
 ):
     """The gradients of q, k, v, beta, log_decay and the initial state; `saved` of `forward`."""
+    if q.shape[1] == 1:
+        return xla.backward(q, k, v, beta, log_decay, saved, do, dstate, scale=scale, chunk_size=chunk_size)
     p = tpu_plan.plan(q, k, v, log_decay.ndim == 4, scale, chunk_size)
     states, solves = saved
     inputs = [
