@@ -3,7 +3,8 @@
 A case is an operator with one kind of gate. Each implementation that serves the case on this device is compiled as it
 is used, forward alone and forward with the gradients of all inputs for random cotangents of all outputs; what doesn't
 serve it is listed with the reason. Implementations take turns, so that a busy machine slows all of them, and each turn
-is preceded by a call that is not timed. Temporary memory is the compiler's, at a quarter, half and the whole of T.
+is preceded by a call that is not timed. Temporary memory is the compiler's, at a quarter, half and the whole of T. In
+the table, "both passes" is forward and backward together, and "reference" how many times as fast as its they are.
 
 Where the chip is known (hyjax/cost/chips.py), `roofline` is the least time of hyjax/cost/roofline.py over the median.
 """
@@ -278,7 +279,7 @@ def _table(report: dict[str, Any]) -> Iterator[str]:
     shape = f"batch {s['batch']}, T {s['length']}, {s['heads']} heads, {s['key_heads']} of keys"
     dims = f"K {s['key_dim']}, V {s['value_dim']}, N {s['state_dim']}"
     yield f"ms on {report['device']}: {shape}, {dims}, {s['dtype']}"
-    yield f"{'':<14}{'forward':>10}{'and backward':>14}{'reference':>12}{'roofline':>10}{'temporary memory':>18}"
+    yield f"{'':<14}{'forward':>10}{'both passes':>14}{'reference':>12}{'roofline':>10}{'temporary memory':>18}"
     for case in report["cases"]:
         gate = {None: "", "none": ", no gate"}.get(case["gate"], f", a gate a {case['gate']}")
         yield f"{case['operator']}{gate} (auto: {case['auto']})"

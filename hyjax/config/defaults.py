@@ -30,7 +30,7 @@ DEFAULTS: dict[str, Any] = {
         "state_dtype": "float32",
         "remat": "none",
         "scan": True,
-        "implementation": "auto",
+        "implementation": "auto",  # of the layers' operators; "pallas" leaves short convolutions, which have no kernel
         "loss_chunk": 0,  # tokens whose logits exist at once; 0: as many as fit 64 MiB
         "z_loss": 0.0,
     },

@@ -51,7 +51,7 @@ def plan(q_shape, v_shape, per_channel: bool, chunk_size: int | None, tables: Mo
         chunk = dispatch.by_backend(tables.CHUNK)["channel" if per_channel else "head"]
     chunk = 1 << (min(chunk, time) - 1).bit_length()
     chunks = -(-time // chunk)
-    numbers = batch * heads * chunk * max(chunk, key_dim, value_dim)
+    numbers = max(1, batch) * heads * chunk * max(chunk, key_dim, value_dim)
     pieces = -(-chunks // max(1, dispatch.by_backend(tables.PIECE) // numbers))
     return Plan("chunks", chunk, pieces, pieces * -(-chunks // pieces) * chunk)
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 log = logging.getLogger("hyjax.kernels")
 
@@ -138,6 +139,25 @@ def check_integers(operator: str, **arrays: jax.Array | None) -> None:
     for name, array in arrays.items():
         if array is not None and not jnp.issubdtype(array.dtype, jnp.integer):
             raise ValueError(f"{operator}: {name} has dtype {array.dtype}, expected an integer dtype")
+
+
+def check_whole(operator: str, name: str, value: int | None) -> None:
+    """Raise ValueError unless `value` is None or a whole number of at least 1."""
+    if value is not None and (not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1):
+        raise ValueError(f"{operator}: {name}={value} must be a whole number of at least 1, or None")
+
+
+def unless_empty(kernels: Mapping[str, str | None], *arrays: jax.Array) -> Mapping[str, str | None]:
+    """`kernels` as `choose` takes it, all of them refused where an array is empty: there is nothing to launch."""
+    empty = next((tuple(x.shape) for x in arrays if x.size == 0), None)
+    return kernels if empty is None else dict.fromkeys(kernels, f"an array of shape {empty} is empty")
+
+
+def scale_of(operator: str, scale: float | None, key_dim: int) -> float:
+    """`scale` as a number, None as key_dim ** -0.5: kernels are compiled with it."""
+    if isinstance(scale, jax.core.Tracer):
+        raise ValueError(f"{operator}: scale must be a number that is known when tracing; multiply q by it instead")
+    return key_dim**-0.5 if scale is None else float(scale)
 
 
 def compute_dtype(*arrays: jax.Array) -> jnp.dtype:

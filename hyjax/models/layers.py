@@ -77,7 +77,8 @@ def split_heads(x: jax.Array, heads: int) -> jax.Array:
 class ShortConv(nn.Module):
     """Causal depthwise convolution, with SiLU or not, x [B,T,C] -> [B,T,C], that starts anew in every document.
 
-    Its tail [B,width-1,C] is what the next call needs of this one's inputs.
+    Its tail [B,width-1,C] is what the next call needs of this one's inputs. `implementation` is the layer's: where it
+    names a kernel, the convolution, which has none, is as with "auto".
     """
 
     width: int
@@ -105,6 +106,6 @@ class ShortConv(nn.Module):
             activation=self.activation,
             initial_state=None if tail is None else tail.astype(x.dtype),
             segment_ids=ctx.segment_ids,
-            implementation=self.implementation,
+            implementation=self.implementation if self.implementation in ("reference", "xla") else "auto",
         )
         return y, tail.astype(self.state_dtype)

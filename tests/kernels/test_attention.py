@@ -278,7 +278,7 @@ def test_runs_under_shard_map_with_checks(form):
         (dict(q_positions=(2, 4), kv_positions=(2, 4)), r"q_positions has shape \(2, 4\), expected .* = \(2, 3\)"),
         (dict(segment_ids=(2, 3)), r"segment_ids \(2, 3\) don't name the 4 keys; give kv_segment_ids"),
         (dict(kv_segment_ids=(2, 4)), r"kv_segment_ids \(2, 4\) came without segment_ids"),
-        (dict(window=0), "window=0 must be at least 1"),
+        (dict(window=0), "window=0 must be a whole number of at least 1"),
         (dict(window=3, causal=False), "needs causal=True"),
         (dict(soft_cap=0.0), "soft_cap=0.0 must be positive"),
         (dict(implementation="pallas"), "it runs on a TPU or a GPU, not on cpu, and interpret=True runs it here"),
@@ -306,3 +306,35 @@ def test_positions_may_be_unsigned():
     )  # fmt: skip
     for implementation in ("reference", "xla"):
         np.testing.assert_array_equal(call(jnp.uint8, implementation), call(jnp.int32, implementation))
+
+
+def test_a_sink_of_nothing_beside_rows_that_see_nothing(form):
+    """A logit of -inf weighs nothing, and a block of queries that meets no key keeps gradients finite."""
+    (q, k, v, sinks), cotangents = make(11, 1, 40, 40, 2, 1)
+    ids = jnp.asarray([[1] * 16 + [0] * 16 + [1] * 8])
+    run_forms(form, (q, k, v, sinks.at[0].set(-jnp.inf)), cotangents, segment_ids=ids)
+
+
+def test_sixty_four_bits_of_ids_are_not_cut_by_kernels():
+    """An id and one that is equal to it in 32 bits: XLA compares them whole, and kernels refuse them."""
+    (q, k, v, _), _ = make(12, 1, 4, 4, 1, 1)
+    with jax.enable_x64(True):
+        ids = jnp.asarray([[1, 1, 2**32 + 1, 2**32]])
+        with pytest.raises(ValueError, match="segment ids have dtype int64, and it takes up to 32 bits"):
+            attention(q, k, v, segment_ids=ids, implementation="pallas", interpret=True)
+        whole, cut = (attention(q, k, v, segment_ids=x, implementation="xla") for x in (ids, ids.astype(jnp.int32)))
+    assert not jnp.array_equal(whole[:, 2], cut[:, 2])
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_an_empty_batch_is_an_empty_result(implementation):
+    (q, k, v, _), _ = make(13, 0, 4, 4, 1, 1)
+    assert attention(q, k, v, implementation=implementation).shape == (0, 4, 1, 7)
+    with pytest.raises(ValueError, match=r"an array of shape \(0, 4, 1, 5\) is empty"):
+        attention(q, k, v, implementation="pallas", interpret=True)
+
+
+def test_a_traced_scale_is_refused():
+    (q, k, v, _), _ = make(14, 1, 4, 4, 1, 1)
+    with pytest.raises(ValueError, match="scale must be a number that is known when tracing"):
+        jax.jit(lambda s: attention(q, k, v, scale=s))(0.5)

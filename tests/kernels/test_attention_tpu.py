@@ -76,6 +76,12 @@ def test_head_dims_and_tiles(dims, dtype, small_blocks):
         agree([x.astype(dtype) for x in inputs], cotangents, tolerances, window=300)
 
 
+def test_a_sink_of_nothing_beside_rows_that_see_nothing():
+    inputs, cotangents = make(11, 1, 384, 384, 2, 1)
+    ids = jnp.asarray([[1] * 128 + [0] * 128 + [1] * 128])
+    agree((*inputs[:3], inputs[3].at[0].set(-jnp.inf)), cotangents, segment_ids=ids)
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_documents_and_poisoned_padding(causal):
     time = 150

@@ -265,7 +265,7 @@ def test_runs_under_shard_map_with_checks():
         (dict(log_decay=(2, 3, 1)), r"log_decay has shape \(2, 3, 1\), expected .* = \(2, 3, 4\)"),
         (dict(initial_state=(2, 3)), r"initial_state has shape \(2, 3\), expected \[B, D\] = \(2, 4\)"),
         (dict(segment_ids=(3, 2)), r"segment_ids has shape \(3, 2\), expected .* = \(2, 3\)"),
-        (dict(chunk_size=0), "chunk_size=0 must be at least 1"),
+        (dict(chunk_size=0), "chunk_size=0 must be a whole number of at least 1"),
         (dict(implementation="pallas"), "it runs on a TPU or a GPU, not on cpu, and interpret=True runs it here"),
         (dict(implementation="triton"), "'triton' is none of auto, reference, xla, pallas"),
     ],

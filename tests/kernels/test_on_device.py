@@ -39,8 +39,16 @@ def test_what_is_wrong(script, capsys, monkeypatch, spoil):
 
 
 def test_what_is_refused_is_said(script, capsys):
-    assert script.main([*SHORT, "--implementation=pallas"]) == 0
-    assert capsys.readouterr().out.count("no Pallas kernel serves this operator") == 2
+    assert script.main([*SHORT, "--implementation=pallas"]) == 1
+    printed = capsys.readouterr().out
+    assert printed.count("no Pallas kernel serves this operator") == 2 and "nothing was checked" in printed
+
+
+@pytest.mark.parametrize("word", ["--operators=convolution", "--implementation=triton", "--length=3"])
+def test_what_is_mistaken_is_one_sentence(script, capsys, word):
+    with pytest.raises(SystemExit) as stop:
+        script.main([*SHORT, word])
+    assert stop.value.code == 2 and "error: " in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_published_shapes_are_timed_beside_the_figures(script, monkeypatch):

@@ -262,7 +262,7 @@ def test_runs_under_shard_map_with_checks():
         (dict(D=(5,)), r"D has shape \(5,\), expected .* = \(4,\)"),
         (dict(initial_state=(2, 5, 4)), r"initial_state has shape \(2, 5, 4\), expected .* = \(2, 4, 5\)"),
         (dict(segment_ids=(3, 2)), r"segment_ids has shape \(3, 2\), expected .* = \(2, 3\)"),
-        (dict(chunk_size=0), "chunk_size=0 must be at least 1"),
+        (dict(chunk_size=0), "chunk_size=0 must be a whole number of at least 1"),
         (dict(implementation="pallas"), "it runs on a TPU or a GPU, not on cpu, and interpret=True runs it here"),
         (dict(implementation="triton"), "'triton' is none of auto, reference, xla, pallas"),
     ],

@@ -64,6 +64,8 @@ def attention(
       ValueError: shapes that don't agree, options that contradict, or an implementation that can't serve the call.
     """
     _check(q, k, v, sinks)
+    _check_rows(q, k, q_positions, kv_positions, segment_ids, kv_segment_ids)
+    _check_options(causal, window, soft_cap)
     by_position, packed = q_positions is not None, segment_ids is not None
     kernels = {
         "pallas_tpu": tpu_blocks.refusal(q, k, v, by_position),
@@ -71,11 +73,12 @@ def attention(
         "splash": libraries.splash_refusal(q, k, by_position, kv_segment_ids is not None),
         "cudnn": libraries.cudnn_refusal(q, k, v, by_position, packed, causal, soft_cap, sinks),
     }
-    choice = dispatch.choose(OPERATOR, implementation, interpret, kernels)
-    _check_rows(q, k, q_positions, kv_positions, segment_ids, kv_segment_ids)
-    _check_options(causal, window, soft_cap)
+    wide = next((x.dtype for x in (segment_ids, kv_segment_ids) if x is not None and x.dtype.itemsize > 4), None)
+    if wide is not None:
+        kernels = dict.fromkeys(kernels, f"segment ids have dtype {wide}, and it takes up to 32 bits")
+    choice = dispatch.choose(OPERATOR, implementation, interpret, dispatch.unless_empty(kernels, q, k, v))
     (batch, q_len), kv_len = q.shape[:2], k.shape[1]
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = dispatch.scale_of(OPERATOR, scale, q.shape[-1])
     if q_positions is None or kv_positions is None:
         q_positions = jnp.arange(kv_len - q_len, kv_len)[None]
         kv_positions = jnp.arange(kv_len)[None]
@@ -110,9 +113,9 @@ def _check(q, k, v, sinks) -> None:
     (batch, q_len, q_heads, key_dim), (kv_len, kv_heads) = q.shape, k.shape[1:3]
     dispatch.check_shape(OPERATOR, "k", k, (batch, kv_len, kv_heads, key_dim), "[B, Tk, Hk, K] with q's B and K")
     dispatch.check_shape(OPERATOR, "v", v, (batch, kv_len, kv_heads, v.shape[3]), "[B, Tk, Hk, V] with k's B, Tk, Hk")
-    if min(q_len, kv_len, kv_heads) < 1 or q_heads % kv_heads or q_heads < kv_heads:
+    if min(q_len, kv_len, kv_heads, key_dim) < 1 or q_heads % kv_heads or q_heads < kv_heads:
         raise ValueError(
-            f"{OPERATOR}: q {tuple(q.shape)} and k {tuple(k.shape)} need Tq, Tk >= 1 and q's heads a multiple of k's"
+            f"{OPERATOR}: q {tuple(q.shape)} and k {tuple(k.shape)} need Tq, Tk, K >= 1 and q's heads a multiple of k's"
         )
     dispatch.check_floating(OPERATOR, q=q, k=k, v=v)
     if sinks is not None:
@@ -140,8 +143,9 @@ def _check_rows(q, k, q_positions, kv_positions, segment_ids, kv_segment_ids) ->
 
 
 def _check_options(causal, window, soft_cap) -> None:
-    if window is not None and (not causal or window < 1):
-        raise ValueError(f"{OPERATOR}: window={window} must be at least 1 and needs causal=True (causal={causal})")
+    dispatch.check_whole(OPERATOR, "window", window)
+    if window is not None and not causal:
+        raise ValueError(f"{OPERATOR}: window={window} needs causal=True, not causal={causal}")
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"{OPERATOR}: soft_cap={soft_cap} must be positive, or None")
 
@@ -185,6 +189,7 @@ def _attention(q, k, v, sinks, q_rows, kv_rows, run):
 
 def _forward(q, k, v, sinks, q_rows, kv_rows, run):
     o, lse = run.forward(q, k, v, q_rows, kv_rows, sinks)
+    lse = jnp.where(jnp.isneginf(lse), jnp.inf, lse)  # a row that sees nothing, beside a sink of -inf
     o = checkpoint_name(o.astype(v.dtype), "attention_out")
     lse = checkpoint_name(lse, "attention_lse")
     return o, (q, k, v, sinks, q_rows, kv_rows, o, lse)

@@ -58,9 +58,9 @@ def delta_scan(
         "pallas_tpu": tpu_plan.refusal(q, k, v, beta, log_decay),
         "pallas_gpu": gpu_plan.refusal(q, k, v, beta, log_decay, chunk_size, interpret),
     }
-    choice = dispatch.choose(OPERATOR, implementation, interpret, kernels)
+    choice = dispatch.choose(OPERATOR, implementation, interpret, dispatch.unless_empty(kernels, q, k, v))
     dtype = dispatch.compute_dtype(*(x for x in (q, k, v, beta, log_decay) if x is not None))
-    scale = k.shape[3] ** -0.5 if scale is None else scale
+    scale = dispatch.scale_of(OPERATOR, scale, k.shape[3])
     if log_decay is None:
         log_decay = dispatch.zeros_like_varying(beta.shape, dtype, beta)
     if initial_state is None:
@@ -87,9 +87,9 @@ def _check(q, k, v, beta, log_decay, initial_state, segment_ids, chunk_size) -> 
     (batch, time, heads, key_dim), (value_heads, value_dim) = k.shape, v.shape[2:]
     dispatch.check_shape(OPERATOR, "q", q, k.shape, "[B, T, H, K] as k")
     dispatch.check_shape(OPERATOR, "v", v, (batch, time, value_heads, value_dim), "[B, T, HV, V] with k's B and T")
-    if time < 1 or heads < 1 or value_heads % heads or value_heads < heads:
+    if min(time, heads, key_dim) < 1 or value_heads % heads or value_heads < heads:
         raise ValueError(
-            f"{OPERATOR}: q and k {tuple(k.shape)} and v {tuple(v.shape)} need T >= 1 and v's heads a multiple of k's"
+            f"{OPERATOR}: q and k {tuple(k.shape)} and v {tuple(v.shape)} need T, K >= 1 and HV a multiple of H"
         )
     dispatch.check_shape(OPERATOR, "beta", beta, (batch, time, value_heads), "[B, T, HV]")
     dispatch.check_floating(OPERATOR, q=q, k=k, v=v, beta=beta)
@@ -104,8 +104,7 @@ def _check(q, k, v, beta, log_decay, initial_state, segment_ids, chunk_size) -> 
     if segment_ids is not None:
         dispatch.check_shape(OPERATOR, "segment_ids", segment_ids, (batch, time), "[B, T]")
         dispatch.check_integers(OPERATOR, segment_ids=segment_ids)
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"{OPERATOR}: chunk_size={chunk_size} must be at least 1")
+    dispatch.check_whole(OPERATOR, "chunk_size", chunk_size)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))

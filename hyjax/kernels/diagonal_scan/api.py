@@ -49,7 +49,7 @@ def diagonal_scan(
     """
     _check(x, log_decay, initial_state, segment_ids, chunk_size)
     kernels = {"pallas_tpu": tpu_plan.refusal(x, log_decay, initial_state)}
-    choice = dispatch.choose(OPERATOR, implementation, interpret, kernels)
+    choice = dispatch.choose(OPERATOR, implementation, interpret, dispatch.unless_empty(kernels, x))
     inputs = (x, log_decay) if initial_state is None else (x, log_decay, initial_state)
     dtype = dispatch.compute_dtype(x, log_decay)
     if any(jnp.iscomplexobj(a) for a in inputs):
@@ -88,8 +88,7 @@ def _check(x, log_decay, initial_state, segment_ids, chunk_size) -> None:
     if segment_ids is not None:
         dispatch.check_shape(OPERATOR, "segment_ids", segment_ids, (batch, time), "[B, T]")
         dispatch.check_integers(OPERATOR, segment_ids=segment_ids)
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"{OPERATOR}: chunk_size={chunk_size} must be at least 1")
+    dispatch.check_whole(OPERATOR, "chunk_size", chunk_size)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

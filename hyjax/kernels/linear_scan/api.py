@@ -54,9 +54,9 @@ def linear_scan(
         "pallas_tpu": tpu_plan.refusal(q, k, v, log_decay),
         "pallas_gpu": gpu_plan.refusal(q, k, v, log_decay, chunk_size, interpret),
     }
-    choice = dispatch.choose(OPERATOR, implementation, interpret, kernels)
+    choice = dispatch.choose(OPERATOR, implementation, interpret, dispatch.unless_empty(kernels, q, k, v))
     dtype = dispatch.compute_dtype(q, k, v, log_decay)
-    scale = k.shape[3] ** -0.5 if scale is None else scale
+    scale = dispatch.scale_of(OPERATOR, scale, k.shape[3])
     if initial_state is None:
         initial_state = dispatch.zeros_like_varying((v.shape[0], v.shape[2], k.shape[3], v.shape[3]), dtype, v)
     state = initial_state.astype(dtype)
@@ -82,9 +82,9 @@ def _check(q, k, v, log_decay, initial_state, segment_ids, chunk_size) -> None:
     (batch, time, heads, key_dim), (value_heads, value_dim) = k.shape, v.shape[2:]
     dispatch.check_shape(OPERATOR, "q", q, k.shape, "[B, T, H, K] as k")
     dispatch.check_shape(OPERATOR, "v", v, (batch, time, value_heads, value_dim), "[B, T, HV, V] with k's B and T")
-    if time < 1 or heads < 1 or value_heads % heads or value_heads < heads:
+    if min(time, heads, key_dim) < 1 or value_heads % heads or value_heads < heads:
         raise ValueError(
-            f"{OPERATOR}: q and k {tuple(k.shape)} and v {tuple(v.shape)} need T >= 1 and v's heads a multiple of k's"
+            f"{OPERATOR}: q and k {tuple(k.shape)} and v {tuple(v.shape)} need T, K >= 1 and HV a multiple of H"
         )
     expected = (batch, time, value_heads) + ((key_dim,) if log_decay.ndim == 4 else ())
     dispatch.check_shape(OPERATOR, "log_decay", log_decay, expected, "[B, T, HV] or [B, T, HV, K]")
@@ -96,8 +96,7 @@ def _check(q, k, v, log_decay, initial_state, segment_ids, chunk_size) -> None:
     if segment_ids is not None:
         dispatch.check_shape(OPERATOR, "segment_ids", segment_ids, (batch, time), "[B, T]")
         dispatch.check_integers(OPERATOR, segment_ids=segment_ids)
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"{OPERATOR}: chunk_size={chunk_size} must be at least 1")
+    dispatch.check_whole(OPERATOR, "chunk_size", chunk_size)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))

@@ -55,7 +55,7 @@ def selective_scan(
     """
     _check(u, delta, A, B, C, D, initial_state, segment_ids, chunk_size)
     kernels = {"pallas_tpu": tpu_plan.refusal(u, delta, A, B, C, D, initial_state)}
-    choice = dispatch.choose(OPERATOR, implementation, interpret, kernels)
+    choice = dispatch.choose(OPERATOR, implementation, interpret, dispatch.unless_empty(kernels, u, A))
     dtype = dispatch.compute_dtype(u, delta, A, B, C, D)
     if initial_state is None:
         initial_state = dispatch.zeros_like_varying((u.shape[0], *A.shape), dtype, u)
@@ -93,8 +93,7 @@ def _check(u, delta, A, B, C, D, initial_state, segment_ids, chunk_size) -> None
     if segment_ids is not None:
         dispatch.check_shape(OPERATOR, "segment_ids", segment_ids, (batch, time), "[B, T]")
         dispatch.check_integers(OPERATOR, segment_ids=segment_ids)
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"{OPERATOR}: chunk_size={chunk_size} must be at least 1")
+    dispatch.check_whole(OPERATOR, "chunk_size", chunk_size)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(8,))

@@ -9,7 +9,7 @@ from hyjax.kernels import dispatch
 from hyjax.kernels.short_conv import reference, xla
 
 OPERATOR = "short_conv"
-NO_PALLAS = "XLA fuses its few products already; a kernel would be possible that reads each input once"
+NO_PALLAS = "XLA fuses its few products into one pass"
 
 
 def short_conv(

@@ -32,6 +32,21 @@ def draw_rate(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jnp.log(jnp.expm1(-log_decay / POWER))
 
 
+class WithinHeads(nn.Module):
+    """u [B,T,C] -> products within each head's channels, with a bias, in float32."""
+
+    heads: int
+
+    @nn.compact
+    def __call__(self, u: jax.Array) -> jax.Array:
+        blocks = split_heads(u.astype(jnp.float32), self.heads)
+        size = blocks.shape[-1]
+        init = nn.initializers.lecun_normal(in_axis=-2, out_axis=-1, batch_axis=0)
+        kernel = self.param("kernel", init, (self.heads, size, size), jnp.float32)
+        bias = self.param("bias", nn.initializers.zeros_init(), (u.shape[-1],), jnp.float32)
+        return jnp.einsum("bthi,hij->bthj", blocks, kernel).reshape(u.shape) + bias
+
+
 class RGLRU(Mixer):
     """A gated elementwise recurrence.
 
@@ -84,7 +99,7 @@ class RGLRU(Mixer):
             self.conv_width, self.channels, self.dtype, self.state_dtype, self.implementation, True, None, name="conv"
         )
         u, tail = conv(u, ctx, None if state is None else state.conv)
-        reset, admit = (jax.nn.sigmoid(self._within_heads(name, u)) for name in ("reset", "admit"))
+        reset, admit = (jax.nn.sigmoid(WithinHeads(self.heads, name=name)(u)) for name in ("reset", "admit"))
         rate = POWER * jax.nn.softplus(self.param("rate", draw_rate, (self.channels,)))
         log_decay_f32 = -rate * reset
         # 1 − a² by expm1, since a is close to 1; not below LEAST, where the root would have no slope
@@ -99,20 +114,11 @@ class RGLRU(Mixer):
         y = h.astype(self.dtype) * nn.gelu(gate)
         return dense(self.width, "out", self.dtype)(y), state
 
-    def _within_heads(self, name: str, u: jax.Array) -> jax.Array:
-        """u [B,T,C] -> products within each head's channels, with a bias, in float32."""
-        size = self.channels // self.heads
-        init = nn.initializers.lecun_normal(in_axis=-2, out_axis=-1, batch_axis=0)
-        kernel = self.param(f"{name}_kernel", init, (self.heads, size, size), jnp.float32)
-        bias = self.param(f"{name}_bias", nn.initializers.zeros_init(), (self.channels,), jnp.float32)
-        out = jnp.einsum("bthi,hij->bthj", split_heads(u.astype(jnp.float32), self.heads), kernel)
-        return out.reshape(u.shape) + bias
-
     @nn.nowrap
     def logical_axes(self) -> dict[str, tuple]:
         axes: dict[str, tuple] = {f"{name}/kernel": ("embed", "heads") for name in ("gate", "input")}
         for name in ("reset", "admit"):
-            axes |= {f"{name}_kernel": ("heads", None, None), f"{name}_bias": ("heads",)}
+            axes |= {f"{name}/kernel": ("heads", None, None), f"{name}/bias": ("heads",)}
         axes |= {"rate": ("heads",), "conv/weight": (None, "heads"), "conv/bias": ("heads",)}
         return axes | {"out/kernel": ("heads", "embed")}
 
