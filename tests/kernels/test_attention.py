@@ -312,7 +312,7 @@ def test_a_sink_of_nothing_beside_rows_that_see_nothing(form):
     """A logit of -inf weighs nothing, and a block of queries that meets no key keeps gradients finite."""
     (q, k, v, sinks), cotangents = make(11, 1, 40, 40, 2, 1)
     ids = jnp.asarray([[1] * 16 + [0] * 16 + [1] * 8])
-    run_forms(form, (q, k, v, sinks.at[0].set(-jnp.inf)), cotangents, segment_ids=ids)
+    agree(form, (q, k, v, sinks.at[0].set(-jnp.inf)), cotangents, segment_ids=ids)
 
 
 def test_sixty_four_bits_of_ids_are_not_cut_by_kernels():
