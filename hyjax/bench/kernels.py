@@ -1,10 +1,10 @@
 """Every implementation of an operator against the others, in turns, forward and with all gradients.
 
 A case is an operator with one kind of gate. Each implementation that serves the case on this device is compiled as it
-is used, forward alone and forward with the gradients of all inputs for random cotangents of all outputs; what doesn't
-serve it is listed with the reason. Implementations take turns, so that a busy machine slows all of them, and each turn
-is preceded by a call that is not timed. Temporary memory is the compiler's, at a quarter, half and the whole of T. In
-the table, "both passes" is forward and backward together, and "reference" how many times as fast as its they are.
+is used, forward alone and forward with the gradients of all inputs for cotangents of ones; what doesn't serve it is
+listed with the reason. Implementations take turns, so that a busy machine slows all of them, and each turn is preceded
+by a call that is not timed. Temporary memory is the compiler's, at a quarter, half and the whole of T. In the table,
+"both passes" is forward and backward together, and "reference" how many times as fast as its they are.
 
 Where the chip is known (hyjax/cost/chips.py), `roofline` is the least time of hyjax/cost/roofline.py over the median.
 """

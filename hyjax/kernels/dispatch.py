@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hyjax.kernels import varying
+
 log = logging.getLogger("hyjax.kernels")
 
 NAMES = ("auto", "reference", "xla", "pallas", "splash", "cudnn")
@@ -165,16 +167,9 @@ def compute_dtype(*arrays: jax.Array) -> jnp.dtype:
     return jnp.result_type(jnp.float32, *(a.dtype for a in arrays))
 
 
-def zeros_like_varying(shape: Sequence[int], dtype: jnp.dtype, like: jax.Array) -> jax.Array:
-    """Zeros that vary over the mesh axes that `like` varies over: what a loop's carry needs inside shard_map."""
-    zeros = jnp.zeros(tuple(shape), dtype)
-    axes = tuple(getattr(jax.typeof(like).manual_axis_type, "varying", ()))
-    return jax.lax.pcast(zeros, axes, to="varying") if axes else zeros
-
-
 def interpreter(interpret: Any, *arrays: jax.Array) -> Any:
     """`interpret` as pallas_call takes it on a TPU: JAX's quick interpreter fails in shard_map, its slow one works."""
-    if interpret is True and any(getattr(jax.typeof(x).manual_axis_type, "varying", ()) for x in arrays):
+    if interpret is True and any(varying.axes(x) for x in arrays):
         from jax.experimental.pallas import tpu as pltpu
 
         return pltpu.InterpretParams()

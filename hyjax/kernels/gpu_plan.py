@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from hyjax.kernels import dispatch
+from hyjax.kernels import dispatch, varying
 
 HOPPER = ("H100", "H200", "H800", "H20", "GH200")  # as found in device kinds
 CHUNK = 64  # tokens: the rows of a wgmma instruction
@@ -83,7 +83,7 @@ def refusal(q, k, v, log_decay, chunk_size: int | None, interpret) -> str | None
     kind = dispatch.device()[1]
     if not interpret and not any(name in kind for name in HOPPER):
         return f"it is written for {', '.join(HOPPER)} and not for {kind}"
-    if interpret and tuple(getattr(jax.typeof(q).manual_axis_type, "varying", ())):
+    if interpret and varying.axes(q):
         return "JAX's interpreter doesn't run under shard_map with check_vma=True"
     return None
 

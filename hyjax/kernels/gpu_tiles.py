@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from hyjax.kernels.gpu_plan import CHUNK, FIRST, HI, LO, Plan
-from hyjax.kernels.walk import alike
+from hyjax.kernels.varying import alike
 
 SWIZZLE = 128  # bytes of a row whose order the hardware mixes, so that columns are read without conflicts
 WGMMA = plgpu.Layout.WGMMA

@@ -12,8 +12,6 @@ The products are of decays, at most 1, and exactly zero where a document starts 
 obeys the same recurrence from the end to the start, with the same products.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -50,19 +48,3 @@ def borders(product: jax.Array, end: jax.Array, state: jax.Array, reverse: bool 
     product, end = (jnp.moveaxis(x.reshape(batch, -1, *x.shape[1:]), 1, 0) for x in (product, end))
     last, entries = lax.scan(lambda s, chunk: (chunk[0] * s + chunk[1], s), state, (product, end), reverse=reverse)
     return last, jnp.moveaxis(entries, 0, 1).reshape(-1, *entries.shape[2:])
-
-
-def alike(*arrays: jax.Array | None) -> list[Any]:
-    """The arrays, all varying over every mesh axis that one of them varies over: what shard_map asks of a custom_vjp.
-
-    A weight that all devices share becomes a varying one here, and JAX sums its gradient over them. None stays None.
-    """
-    varying = [_varying(x) for x in arrays]
-    union = frozenset().union(*varying)
-    missing = [tuple(sorted(union - v)) for v in varying]
-    pairs = zip(arrays, missing, strict=True)
-    return [lax.pcast(x, axes, to="varying") if x is not None and axes else x for x, axes in pairs]
-
-
-def _varying(x: jax.Array | None) -> frozenset[str]:
-    return frozenset() if x is None else frozenset(getattr(jax.typeof(x).manual_axis_type, "varying", ()))

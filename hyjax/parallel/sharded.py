@@ -18,7 +18,7 @@ import jax
 from jax.sharding import AxisType, PartitionSpec
 
 from hyjax import kernels
-from hyjax.kernels.walk import alike
+from hyjax.kernels.varying import alike
 
 # The mesh axes over which a dim is split, by its letter below: rows, and heads or channels.
 AXES = {"b": ("data", "fsdp", "expert"), "h": ("tensor",)}

@@ -26,15 +26,13 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from hyjax.cost import chips
+
 TPUS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
-# bytes/s of HBM and bfloat16 FLOP/s of one JAX device; cycles/s: from the makers' pages, for the bounds printed beside
-CHIPS = {
-    "v5e": dict(bandwidth=819e9, flops=197e12, clock=1.5e9),
-    "v5p": dict(bandwidth=2765e9, flops=459e12, clock=1.75e9),
-    "v6e": dict(bandwidth=1640e9, flops=918e12, clock=1.75e9),
-    "tpu7x": dict(bandwidth=3690e9, flops=1153e12, clock=2.2e9),
-    "h100": dict(bandwidth=3350e9, flops=989e12, clock=1.755e9),
-}
+# cycles/s, from the makers' pages, beside the bandwidth and FLOP/s that hyjax.cost.chips knows
+CLOCKS = {"v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9, "tpu7x": 2.2e9}
+KINDS = {"v5e": "TPU v5e", "v5p": "TPU v5p", "v6e": "TPU v6e", "tpu7x": "TPU7x"}
+CHIPS = {name: dict(clock=clock) | chips.find(KINDS[name])._asdict() for name, clock in CLOCKS.items()}
 H100 = AbstractMesh(
     (), (), abstract_device=AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", platform="gpu", num_cores=132)
 )

@@ -1,8 +1,6 @@
 """attention: softmax attention, causal or not, with windows, documents, grouped heads, a soft cap and sinks."""
 
 import functools
-import importlib
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,16 +64,7 @@ def attention(
     _check(q, k, v, sinks)
     _check_rows(q, k, q_positions, kv_positions, segment_ids, kv_segment_ids)
     _check_options(causal, window, soft_cap)
-    by_position, packed = q_positions is not None, segment_ids is not None
-    kernels = {
-        "pallas_tpu": tpu_blocks.refusal(q, k, v, by_position),
-        "pallas_gpu": gpu_plan.refusal(q, k, v, by_position, interpret),
-        "splash": libraries.splash_refusal(q, k, by_position, kv_segment_ids is not None),
-        "cudnn": libraries.cudnn_refusal(q, k, v, by_position, packed, causal, soft_cap, sinks),
-    }
-    wide = next((x.dtype for x in (segment_ids, kv_segment_ids) if x is not None and x.dtype.itemsize > 4), None)
-    if wide is not None:
-        kernels = dict.fromkeys(kernels, f"segment ids have dtype {wide}, and it takes up to 32 bits")
+    kernels = _refusals(q, k, v, q_positions, segment_ids, kv_segment_ids, causal, soft_cap, sinks, interpret)
     choice = dispatch.choose(OPERATOR, implementation, interpret, dispatch.unless_empty(kernels, q, k, v))
     (batch, q_len), kv_len = q.shape[:2], k.shape[1]
     scale = dispatch.scale_of(OPERATOR, scale, q.shape[-1])
@@ -93,7 +82,6 @@ def attention(
         kv_positions = jnp.broadcast_to(kv_positions, (batch, kv_len))
         rows = (q_positions, kv_positions, segment_ids, kv_segment_ids)
         return reference.attention(q, k, v, *rows, sinks, **options._asdict()).astype(v.dtype)
-    q_rows, kv_rows = xla.Rows(q_positions, segment_ids), xla.Rows(kv_positions, kv_segment_ids)
     if segment_ids is not None and kv_segment_ids is not None:
         # Selecting, and not multiplying, keeps what padding holds (NaN included) out of values and gradients.
         q = jnp.where((segment_ids != 0)[..., None, None], q, 0)
@@ -102,8 +90,29 @@ def attention(
         return libraries.splash(q, k, v, segment_ids, sinks, options)
     if choice == "cudnn":
         return libraries.cudnn(q, k, v, options)
-    run = _Xla(options, dtype) if choice == "xla" else _Pallas(choice, options, interpret)
-    return _attention(q, k, v, sinks, q_rows, kv_rows, run)
+    if choice == "xla":
+        run = dispatch.Run.of(OPERATOR, choice, interpret, options=options, dtype=dtype)
+        by_row = xla.Rows(q_positions, segment_ids), xla.Rows(kv_positions, kv_segment_ids)
+        return _attention(q, k, v, sinks, *by_row, run)
+    run = dispatch.Run.of(OPERATOR, choice, interpret, options=options)
+    return _attention(q, k, v, sinks, segment_ids, kv_segment_ids, run)
+
+
+def _refusals(
+    q, k, v, q_positions, segment_ids, kv_segment_ids, causal, soft_cap, sinks, interpret
+) -> dict[str, str | None]:
+    """Why each kernel can't serve the call, or None."""
+    by_position, ids = q_positions is not None, [x for x in (segment_ids, kv_segment_ids) if x is not None]
+    for x in ids:
+        if x.dtype.itemsize > 4:
+            reason = f"segment ids have dtype {x.dtype}, and it takes up to 32 bits"
+            return dict.fromkeys(("pallas_tpu", "pallas_gpu", "splash", "cudnn"), reason)
+    return {
+        "pallas_tpu": tpu_blocks.refusal(q, k, v, by_position),
+        "pallas_gpu": gpu_plan.refusal(q, k, v, by_position, interpret),
+        "splash": libraries.splash_refusal(q, k, by_position, kv_segment_ids is not None),
+        "cudnn": libraries.cudnn_refusal(q, k, v, by_position, bool(ids), causal, soft_cap, sinks),
+    }
 
 
 def _check(q, k, v, sinks) -> None:
@@ -148,38 +157,6 @@ def _check_options(causal, window, soft_cap) -> None:
         raise ValueError(f"{OPERATOR}: window={window} needs causal=True, not causal={causal}")
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"{OPERATOR}: soft_cap={soft_cap} must be positive, or None")
-
-
-class _Xla(NamedTuple):
-    """How a call runs, as one hashable value for the custom_vjp."""
-
-    options: xla.Options
-    dtype: jnp.dtype
-
-    def forward(self, q, k, v, q_rows, kv_rows, sinks):
-        return xla.forward(q, k, v, q_rows, kv_rows, sinks, self.options, self.dtype)
-
-    def backward(self, q, k, v, q_rows, kv_rows, sinks, o, lse, do):
-        return xla.backward(q, k, v, q_rows, kv_rows, sinks, o, lse, do, self.options, self.dtype)
-
-
-class _Pallas(NamedTuple):
-    """As _Xla, by the kernels of a module, which is imported when it is called for."""
-
-    module: str
-    options: xla.Options
-    interpret: bool
-
-    def forward(self, q, k, v, q_rows, kv_rows, sinks):
-        ids = q_rows.segments, kv_rows.segments
-        return self._kernels().forward(q, k, v, *ids, sinks, self.options, self.interpret)
-
-    def backward(self, q, k, v, q_rows, kv_rows, sinks, o, lse, do):
-        ids = q_rows.segments, kv_rows.segments
-        return self._kernels().backward(q, k, v, *ids, sinks, o, lse, do, self.options, self.interpret)
-
-    def _kernels(self):
-        return importlib.import_module(f"hyjax.kernels.attention.{self.module}")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hyjax.kernels import dispatch
+from hyjax.kernels import dispatch, varying
 from hyjax.kernels.attention import block_sizes
 from hyjax.kernels.gpu_plan import HOPPER
 
@@ -38,7 +38,7 @@ def refusal(q: jax.Array, k: jax.Array, v: jax.Array, by_position: bool, interpr
     kind = dispatch.device()[1]
     if not interpret and not any(name in kind for name in HOPPER):
         return f"it is written for {', '.join(HOPPER)} and not for {kind}"
-    if interpret and tuple(getattr(jax.typeof(q).manual_axis_type, "varying", ())):
+    if interpret and varying.axes(q):
         return "JAX's GPU interpreter runs on one device at a time, and the call is inside shard_map"
     return None
 

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from hyjax.kernels import walk
+from hyjax.kernels import varying
 from hyjax.kernels.attention.gpu_plan import CONSUMERS, OUTER, WARPGROUP_ROWS, Plan, Tiles, Visits
 from hyjax.kernels.gpu_tiles import WGMMA, products, tile
 
@@ -222,7 +222,7 @@ def call(
       extra: an array that is read where it is.
     """
     arrays = [*_arrays(resident), *(x for group in streamed for x in _arrays(group))]
-    operands = walk.alike(jnp.asarray(visits.table), *arrays, *([] if extra is None else [extra]))
+    operands = varying.alike(jnp.asarray(visits.table), *arrays, *([] if extra is None else [extra]))
 
     def body(table_ref, *refs, **scratch):
         left = list(refs)
@@ -254,7 +254,7 @@ def call(
         kernel_name=run.name,
     )(*operands)
     # Mosaic GPU's kernels forget over which mesh axes they vary.
-    return walk.alike(operands[0], *made)[1:]
+    return varying.alike(operands[0], *made)[1:]
 
 
 def _scratch_types(tiles: Tiles, resident, streamed, outputs, own) -> dict[str, Any]:

@@ -6,6 +6,8 @@
 import jax
 import jax.numpy as jnp
 
+from hyjax.kernels import varying
+
 SPLASH_BLOCK = 512
 LANES = 128
 
@@ -20,7 +22,7 @@ def splash_refusal(q, k, by_position: bool, own_kv_ids: bool) -> str | None:
         return f"splash attention needs a visible key in every row, and Tq={q.shape[1]} exceeds Tk={k.shape[1]}"
     if q.shape[1] % LANES or k.shape[1] % LANES:
         return f"splash attention needs lengths that are multiples of {LANES}, not Tq={q.shape[1]}, Tk={k.shape[1]}"
-    if tuple(getattr(jax.typeof(q).manual_axis_type, "varying", ())):
+    if varying.axes(q):
         return "splash attention doesn't run under shard_map with check_vma=True"
     return None
 

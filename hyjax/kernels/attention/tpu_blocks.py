@@ -17,8 +17,8 @@ import numpy as np
 
 from hyjax.kernels import dispatch
 from hyjax.kernels.attention import block_sizes
+from hyjax.kernels.tpu_sizes import LANES, padded_dim, power_of_two
 
-LANES = 128
 LARGEST_HEAD_DIM = 512
 MOST_ROWS = 2048  # R: more make a program that takes minutes to compile
 # What stands for id 0, so that padding is equal to nothing.
@@ -73,21 +73,12 @@ class Plan(NamedTuple):
 
     @property
     def padded_dims(self) -> tuple[int, int]:
-        return _padded_dim(self.key_dim), _padded_dim(self.value_dim)
+        return padded_dim(self.key_dim), padded_dim(self.value_dim)
 
     @property
     def ragged_keys(self) -> bool:
         """Whether padded keys need a mask of their own: causality and ids hide them anyway."""
         return self.kv_len % self.keys != 0 and not self.causal and not self.packed
-
-
-def _padded_dim(dim: int) -> int:
-    return 64 if dim <= 64 else -(-dim // LANES) * LANES
-
-
-def _power_of_two(x: int) -> int:
-    """The least that is at least x."""
-    return 1 << max(x - 1, 0).bit_length()
 
 
 def least_places(groups: int) -> int:
@@ -102,8 +93,8 @@ def plan(q_shape, k_shape, v_shape, causal: bool, window: int | None, packed: bo
     groups = q_heads // heads
     table = block_sizes.PALLAS_TPU
     most_rows, most_keys, tile_rows, tile_keys, ahead, behind = table.get(dispatch.device()[1], table["other"])
-    places = max(least_places(groups), min(_power_of_two(most_rows // groups + 1) // 2, _power_of_two(q_len)))
-    keys = min(most_keys, max(LANES, _power_of_two(kv_len)))
+    places = max(least_places(groups), min(power_of_two(most_rows // groups + 1) // 2, power_of_two(q_len)))
+    keys = min(most_keys, max(LANES, power_of_two(kv_len)))
     tile_rows = tile_rows if groups * places % tile_rows == 0 else LANES
     shape = (batch, heads, groups, q_len, kv_len, key_dim, v_shape[3])
     return Plan(causal, window, packed, *shape, places, keys, tile_rows, min(tile_keys, keys), (ahead, behind))

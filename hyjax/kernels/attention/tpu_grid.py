@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from hyjax.kernels import dispatch
 from hyjax.kernels.attention import tpu_blocks
 from hyjax.kernels.attention.tpu_blocks import LANES, Packing, Plan
-from hyjax.kernels.walk import alike
+from hyjax.kernels.varying import alike
 
 VMEM_BYTES = 48 << 20  # of 64 MiB on v5p and tpu7x, and 128 on v5e and v6e
 

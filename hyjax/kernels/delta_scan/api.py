@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from hyjax.kernels import dispatch, segments
+from hyjax.kernels import dispatch, segments, varying
 from hyjax.kernels.delta_scan import gpu_plan, reference, tpu_plan
-from hyjax.kernels.walk import alike
+from hyjax.kernels.varying import alike
 
 OPERATOR = "delta_scan"
 
@@ -62,9 +62,9 @@ def delta_scan(
     dtype = dispatch.compute_dtype(*(x for x in (q, k, v, beta, log_decay) if x is not None))
     scale = dispatch.scale_of(OPERATOR, scale, k.shape[3])
     if log_decay is None:
-        log_decay = dispatch.zeros_like_varying(beta.shape, dtype, beta)
+        log_decay = varying.zeros(beta.shape, dtype, beta)
     if initial_state is None:
-        initial_state = dispatch.zeros_like_varying((v.shape[0], v.shape[2], k.shape[3], v.shape[3]), dtype, v)
+        initial_state = varying.zeros((v.shape[0], v.shape[2], k.shape[3], v.shape[3]), dtype, v)
     state = initial_state.astype(dtype)
     if choice == "reference":
         o, final = reference.delta_scan(q, k, v, beta, log_decay, state, segment_ids, scale)

@@ -28,7 +28,7 @@ from hyjax.kernels import dispatch, tpu_gates
 from hyjax.kernels.delta_scan import tpu_chunk, tpu_plan, xla
 from hyjax.kernels.delta_scan.tpu_chunk import NN, NT, TN, ChannelGate, HeadGate, dot, dot_parts
 from hyjax.kernels.delta_scan.tpu_plan import SUBLANES, Plan
-from hyjax.kernels.walk import alike
+from hyjax.kernels.varying import alike
 
 VMEM_BYTES = 48 << 20  # of 64 MiB on v5p and tpu7x, and 128 on v5e and v6e
 
@@ -167,12 +167,11 @@ def _call(
         _, block, index = kind
         return pl.BlockSpec(block, lambda b, h, n: index(b, h, p.chunks - 1 - n if reverse else n))
 
-    arrays: Any = alike(*(x for _, x in inputs))
-    axis_type = {}
-    if getattr(jax.typeof(arrays[0]).manual_axis_type, "varying", ()):
-        axis_type = dict(manual_axis_type=jax.typeof(arrays[0]).manual_axis_type)
+    arrays = alike(*(x for _, x in inputs))
+    axis_type = jax.typeof(arrays[0]).manual_axis_type
     shapes = [
-        jax.ShapeDtypeStruct(kind[0], dtype, **axis_type) for kind, (*_, dtype) in zip(out_kinds, outputs, strict=True)
+        jax.ShapeDtypeStruct(kind[0], dtype, manual_axis_type=axis_type)
+        for kind, (*_, dtype) in zip(out_kinds, outputs, strict=True)
     ]
     return pl.pallas_call(
         functools.partial(kernel, p),

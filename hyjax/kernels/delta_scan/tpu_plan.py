@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from hyjax.kernels import dispatch
 from hyjax.kernels.delta_scan import block_sizes
+from hyjax.kernels.tpu_sizes import LANES, heads_a_step, padded_dim, power_of_two
 
-LANES = 128
 SUBLANES = 8
 LARGEST_HEAD_DIM = 256
 # Keys of fewer channels overlap so much that what bfloat16 products lose grows past its own precision.
@@ -65,11 +65,11 @@ class Plan(NamedTuple):
 
     @property
     def key_width(self) -> int:
-        return _padded_dim(self.key_dim)
+        return padded_dim(self.key_dim)
 
     @property
     def value_width(self) -> int:
-        return _padded_dim(self.value_dim)
+        return padded_dim(self.value_dim)
 
     @property
     def step_keys(self) -> int:
@@ -87,27 +87,16 @@ class Plan(NamedTuple):
         return self.value_heads // self.heads
 
 
-def _padded_dim(dim: int) -> int:
-    return 64 if dim <= 64 else -(-dim // LANES) * LANES
-
-
-def _power_of_two(x: int) -> int:
-    """The least that is at least x."""
-    return 1 << max(x - 1, 0).bit_length()
-
-
 def plan(q, k, v, per_channel: bool, scale: float, chunk_size: int | None) -> Plan:
     """q, k [B,T,H,K], v [B,T,HV,V]."""
     (batch, time, key_heads, key_dim), (value_heads, value_dim) = q.shape, v.shape[2:]
     dtype = jnp.dtype(jnp.float32) if key_dim < LEAST_HALF_DIM else jnp.result_type(q, k, v)
     table = block_sizes.PALLAS_TPU
     chunk, most = table.get(dispatch.device()[1], table["other"])["channel" if per_channel else "head"]
-    chunk = min(max(CHUNKS[0], _power_of_two(min(chunk_size or chunk, time))), CHUNKS[1])
+    chunk = min(max(CHUNKS[0], power_of_two(min(chunk_size or chunk, time))), CHUNKS[1])
     # The table is for states of up to 128 x 128 beside bfloat16: what is larger takes fewer heads for as much work.
-    size = max(1, _padded_dim(key_dim) * _padded_dim(value_dim) // LANES**2) * (dtype.itemsize // 2)
-    groups = value_heads // key_heads
-    shares = lambda n: value_heads % n == 0 and (n % groups == 0 or groups % n == 0)
-    heads = max(n for n in range(1, max(1, most // size) + 1) if shares(n))
+    size = max(1, padded_dim(key_dim) * padded_dim(value_dim) // LANES**2) * (dtype.itemsize // 2)
+    heads = heads_a_step(value_heads, value_heads // key_heads, max(1, most // size))
     dims = (batch, time, key_heads, value_heads, key_dim, value_dim)
     return Plan(*dims, per_channel, dtype.name, chunk, heads, scale)
 

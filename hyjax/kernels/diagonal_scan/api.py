@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from hyjax.kernels import dispatch, segments
+from hyjax.kernels import dispatch, segments, varying
 from hyjax.kernels.diagonal_scan import reference, tpu_plan
-from hyjax.kernels.walk import alike
+from hyjax.kernels.varying import alike
 
 OPERATOR = "diagonal_scan"
 
@@ -56,7 +56,7 @@ def diagonal_scan(
         dtype = jnp.result_type(dtype, jnp.complex64)
         x, log_decay = x.astype(dtype), log_decay.astype(dtype)
     if initial_state is None:
-        initial_state = dispatch.zeros_like_varying((x.shape[0], x.shape[2]), dtype, x)
+        initial_state = varying.zeros((x.shape[0], x.shape[2]), dtype, x)
     state = initial_state.astype(dtype)
     if choice == "reference":
         h, final = reference.diagonal_scan(x, log_decay, state, segment_ids)

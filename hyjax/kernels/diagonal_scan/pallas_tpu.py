@@ -30,7 +30,7 @@ from jax.experimental.pallas import tpu as pltpu
 from hyjax.kernels import dispatch
 from hyjax.kernels.diagonal_scan import tpu_plan, xla
 from hyjax.kernels.diagonal_scan.tpu_plan import ROWS, SUBLANES, Plan
-from hyjax.kernels.walk import alike
+from hyjax.kernels.varying import alike
 
 VMEM_BYTES = 48 << 20  # of 64 MiB on v5p and tpu7x, and 128 on v5e and v6e
 
@@ -119,10 +119,9 @@ def _call(
     out_kinds = ["tokens"] * (p.planes * len(dtypes)) + ["state"] * p.planes
     plane_dtypes = [jnp.finfo(dtype).dtype for dtype in dtypes for _ in range(p.planes)] + [jnp.float32] * p.planes
     lengths = dict(tokens=p.time, state=SUBLANES)
-    axes = jax.typeof(arrays[0]).manual_axis_type
-    axis_type = dict(manual_axis_type=axes) if getattr(axes, "varying", ()) else {}
+    axis_type = jax.typeof(arrays[0]).manual_axis_type
     shapes = [
-        jax.ShapeDtypeStruct((batch, lengths[kind], p.dim), dtype, **axis_type)
+        jax.ShapeDtypeStruct((batch, lengths[kind], p.dim), dtype, manual_axis_type=axis_type)
         for kind, dtype in zip(out_kinds, plane_dtypes, strict=True)
     ]
     numbers = batch * p.time * p.dim

@@ -13,7 +13,7 @@ gradients are transposes without a conjugate.
 import jax.numpy as jnp
 from jax import lax
 
-from hyjax.kernels import dispatch
+from hyjax.kernels import dispatch, varying
 from hyjax.kernels.diagonal_scan import block_sizes
 from hyjax.kernels.walk import borders, fold, read, unfold, write
 
@@ -65,7 +65,7 @@ def _walk(x, log_decay, state):
         s = jnp.exp(read(log_decay, t, dtype)) * s + read(x, t, dtype)
         return s, write(h, s, t)
 
-    state, h = lax.fori_loop(0, x.shape[1], token, (state, dispatch.zeros_like_varying(x.shape, x.dtype, x)))
+    state, h = lax.fori_loop(0, x.shape[1], token, (state, varying.zeros(x.shape, x.dtype, x)))
     return h, state
 
 
@@ -82,7 +82,7 @@ def _walk_back(h, log_decay, state, dh, q):
         t = last - i
         return step(t, read(h, t - 1, dtype), *carry)
 
-    zeros = (dispatch.zeros_like_varying(h.shape, a.dtype, h) for a in (h, log_decay))
+    zeros = (varying.zeros(h.shape, a.dtype, h) for a in (h, log_decay))
     q, dx, dg = step(0, state, *lax.fori_loop(0, last, token, (q, *zeros)))
     return dx, dg, q
 
@@ -100,5 +100,5 @@ def _ends(x, log_decay, dtype, backward: bool = False):
         decay, new = jnp.exp(read(log_decay, t, dtype)), read(x, t, dtype)
         return decay * product, decay * (s + new) if backward else decay * s + new
 
-    zeros = dispatch.zeros_like_varying((x.shape[0], x.shape[2]), dtype, x)
+    zeros = varying.zeros((x.shape[0], x.shape[2]), dtype, x)
     return lax.fori_loop(0, last + 1, token, (zeros + 1, zeros))

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from hyjax.kernels import dispatch, segments
+from hyjax.kernels import dispatch, segments, varying
 from hyjax.kernels.linear_scan import gpu_plan, reference, tpu_plan
-from hyjax.kernels.walk import alike
+from hyjax.kernels.varying import alike
 
 OPERATOR = "linear_scan"
 
@@ -58,7 +58,7 @@ def linear_scan(
     dtype = dispatch.compute_dtype(q, k, v, log_decay)
     scale = dispatch.scale_of(OPERATOR, scale, k.shape[3])
     if initial_state is None:
-        initial_state = dispatch.zeros_like_varying((v.shape[0], v.shape[2], k.shape[3], v.shape[3]), dtype, v)
+        initial_state = varying.zeros((v.shape[0], v.shape[2], k.shape[3], v.shape[3]), dtype, v)
     state = initial_state.astype(dtype)
     if choice == "reference":
         o, final = reference.linear_scan(q, k, v, log_decay, state, segment_ids, scale)

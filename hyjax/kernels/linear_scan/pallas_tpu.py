@@ -21,7 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from hyjax.kernels import dispatch, tpu_gates
 from hyjax.kernels.linear_scan import tpu_channel, tpu_head, tpu_plan, xla
 from hyjax.kernels.linear_scan.tpu_plan import TILE, VMEM_BYTES, Plan
-from hyjax.kernels.walk import alike
+from hyjax.kernels.varying import alike
 
 
 def forward(q, k, v, log_decay, state, *, scale: float, chunk_size: int | None, interpret: Any):
@@ -150,9 +150,8 @@ def _call(
         return pl.BlockSpec(block, lambda b, h, n: index(b, h, p.chunks - 1 - n if backwards else n))
 
     arrays = alike(*(x for _, x in inputs))
-    # inside shard_map: the mesh axes that outputs vary over
-    axis_type = dict(manual_axis_type=jax.typeof(arrays[0]).manual_axis_type)
-    shapes = [jax.ShapeDtypeStruct(kinds[kind][0], dtype, **axis_type) for kind, dtype in outputs]
+    axis_type = jax.typeof(arrays[0]).manual_axis_type
+    shapes = [jax.ShapeDtypeStruct(kinds[kind][0], dtype, manual_axis_type=axis_type) for kind, dtype in outputs]
     return pl.pallas_call(
         kernel,
         shapes,

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from hyjax.kernels import dispatch
 from hyjax.kernels.linear_scan import block_sizes
+from hyjax.kernels.tpu_sizes import heads_a_step, padded_dim, power_of_two
 
 TILE = 128  # tokens that meet in one matrix: the size of the matrix unit, and of a register's lanes
 LARGEST_HEAD_DIM = 512
@@ -64,7 +65,7 @@ class Plan(NamedTuple):
 
     @property
     def padded_dims(self) -> tuple[int, int]:
-        return _padded_dim(self.key_dim), _padded_dim(self.value_dim)
+        return padded_dim(self.key_dim), padded_dim(self.value_dim)
 
     @property
     def step_keys(self) -> int:
@@ -82,23 +83,17 @@ class Plan(NamedTuple):
         return self.value_heads // self.heads
 
 
-def _padded_dim(dim: int) -> int:
-    return 64 if dim <= 64 else -(-dim // TILE) * TILE
-
-
 def plan(q_shape, v_shape, per_channel: bool, chunk_size: int | None) -> Plan:
     """q [B,T,H,K], v [B,T,HV,V]."""
     (batch, time, key_heads, key_dim), (value_heads, value_dim) = q_shape, v_shape[2:]
     table = block_sizes.PALLAS_TPU
     chunk, most = table.get(dispatch.device()[1], table["other"])["channel" if per_channel else "head"]
-    chunk = max(TILE, _power_of_two(min(chunk_size or chunk, time, MOST_TILES * TILE)))
-    bytes_a_head = lambda chunk: _block_bytes(chunk, _padded_dim(key_dim), _padded_dim(value_dim))
+    chunk = max(TILE, power_of_two(min(chunk_size or chunk, time, MOST_TILES * TILE)))
+    bytes_a_head = lambda chunk: _block_bytes(chunk, padded_dim(key_dim), padded_dim(value_dim))
     while chunk > TILE and bytes_a_head(chunk) > BLOCK_BYTES:
         chunk //= 2
     most = max(1, min(most, BLOCK_BYTES // bytes_a_head(chunk)))
-    groups = value_heads // key_heads
-    shares = lambda n: value_heads % n == 0 and (n % groups == 0 or groups % n == 0)
-    heads = max(n for n in range(1, most + 1) if shares(n))
+    heads = heads_a_step(value_heads, value_heads // key_heads, most)
     return Plan(batch, time, key_heads, value_heads, key_dim, value_dim, per_channel, chunk, heads)
 
 
@@ -106,8 +101,3 @@ def _block_bytes(chunk: int, key_dim: int, value_dim: int) -> int:
     """Of one head in the backward kernel, all in float32 and twice: a block is copied while another is worked on."""
     # q, k, dq, dk and two of gates; v, do, dv; three states
     return 8 * (chunk * (6 * key_dim + 3 * value_dim) + 3 * key_dim * value_dim)
-
-
-def _power_of_two(x: int) -> int:
-    """The least that is at least x."""
-    return 1 << max(x - 1, 0).bit_length()

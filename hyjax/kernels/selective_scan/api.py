@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from hyjax.kernels import dispatch, segments
+from hyjax.kernels import dispatch, segments, varying
 from hyjax.kernels.selective_scan import reference, tpu_plan
-from hyjax.kernels.walk import alike
+from hyjax.kernels.varying import alike
 
 OPERATOR = "selective_scan"
 
@@ -58,7 +58,7 @@ def selective_scan(
     choice = dispatch.choose(OPERATOR, implementation, interpret, dispatch.unless_empty(kernels, u, A))
     dtype = dispatch.compute_dtype(u, delta, A, B, C, D)
     if initial_state is None:
-        initial_state = dispatch.zeros_like_varying((u.shape[0], *A.shape), dtype, u)
+        initial_state = varying.zeros((u.shape[0], *A.shape), dtype, u)
     state = initial_state.astype(dtype)
     if choice == "reference":
         y, final = reference.selective_scan(u, delta, A, B, C, D, state, segment_ids)

@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from hyjax.kernels import dispatch
 from hyjax.kernels.selective_scan.tpu_plan import LANES, ROWS, SUBLANES, TOKENS, Plan
-from hyjax.kernels.walk import alike
+from hyjax.kernels.varying import alike
 
 VMEM_BYTES = 48 << 20  # of 64 MiB on v5p and tpu7x, and 128 on v5e and v6e
 
@@ -58,9 +58,8 @@ def call(
     arrays = alike(*(x for _, x in inputs))
     batch, columns = arrays[0].shape[0], dict(inputs)["columns"].shape[1]
     kinds = _kinds(p, batch, columns, lambda t: p.blocks - 1 - t if reverse else t)
-    axes = jax.typeof(arrays[0]).manual_axis_type
-    axis_type = dict(manual_axis_type=axes) if getattr(axes, "varying", ()) else {}
-    shapes = [jax.ShapeDtypeStruct(kinds[kind][0], dtype, **axis_type) for kind, dtype in outputs]
+    axis_type = jax.typeof(arrays[0]).manual_axis_type
+    shapes = [jax.ShapeDtypeStruct(kinds[kind][0], dtype, manual_axis_type=axis_type) for kind, dtype in outputs]
     scratch = [(TOKENS, columns // SUBLANES, SUBLANES, LANES), *scratch]
     numbers = batch * p.time * p.dim * p.states
     return pl.pallas_call(

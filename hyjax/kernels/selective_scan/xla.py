@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from hyjax.kernels import dispatch
+from hyjax.kernels import dispatch, varying
 from hyjax.kernels.selective_scan import block_sizes
 from hyjax.kernels.walk import borders, fold, read, unfold, write
 
@@ -141,8 +141,8 @@ def _walk(inputs: Inputs, state):
         state, y = lax.fori_loop(0, length(k), lambda i, c: token(k * size + i, c), (state, y))
         return state, y, states
 
-    y = dispatch.zeros_like_varying(inputs.u.shape, inputs.u.dtype, inputs.u)
-    states = dispatch.zeros_like_varying((number, *state.shape), dtype, inputs.u)
+    y = varying.zeros(inputs.u.shape, inputs.u.dtype, inputs.u)
+    states = varying.zeros((number, *state.shape), dtype, inputs.u)
     state, y, states = lax.fori_loop(0, number, block, (state, y, states))
     return y, state, states
 
@@ -178,13 +178,13 @@ def _walk_back(inputs: Inputs, states, dy, q):
         k = number - 1 - j
         start, tokens = k * size, length(k)
         state = lax.dynamic_index_in_dim(states, k, 0, keepdims=False)
-        kept = dispatch.zeros_like_varying((size, *q.shape), dtype, dy)
+        kept = varying.zeros((size, *q.shape), dtype, dy)
         after, kept = lax.fori_loop(0, tokens, functools.partial(replay, start), (state, kept))
         step = lambda i, carry: token(start, kept, tokens - 1 - i, carry)
         return lax.fori_loop(0, tokens, step, (after, *carry))[1:]
 
-    zeros = [dispatch.zeros_like_varying(x.shape, x.dtype, dy) for x in (inputs.u, inputs.delta, inputs.B, inputs.C)]
-    carry = (q, dispatch.zeros_like_varying(q.shape, dtype, dy), *zeros)
+    zeros = [varying.zeros(x.shape, x.dtype, dy) for x in (inputs.u, inputs.delta, inputs.B, inputs.C)]
+    carry = (q, varying.zeros(q.shape, dtype, dy), *zeros)
     q, dA, du, ddelta, dB, dC = lax.fori_loop(0, number, block, carry)
     return du, ddelta, jnp.sum(dA, 0), dB, dC, q
 
@@ -199,7 +199,7 @@ def _product(inputs: Inputs):
 def _end(inputs: Inputs, dtype):
     """The state [R,N,D] at each chunk's end, walked to from zeros."""
     rows, time, dim = inputs.u.shape
-    zeros = dispatch.zeros_like_varying((rows, inputs.A.shape[0], dim), dtype, inputs.u)
+    zeros = varying.zeros((rows, inputs.A.shape[0], dim), dtype, inputs.u)
     return lax.fori_loop(0, time, functools.partial(_next, inputs), zeros)
 
 
@@ -211,7 +211,7 @@ def _end_back(inputs: Inputs, dy, dtype):
         t = time - 1 - i
         return _decay(inputs, t, dtype) * (q + read(dy, t, dtype)[:, None] * read(inputs.C, t, dtype)[:, :, None])
 
-    zeros = dispatch.zeros_like_varying((rows, inputs.A.shape[0], dim), dtype, inputs.u)
+    zeros = varying.zeros((rows, inputs.A.shape[0], dim), dtype, inputs.u)
     return lax.fori_loop(0, time, token, zeros)
 
 

@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from hyjax.kernels import dispatch
+from hyjax.kernels import dispatch, varying
 from hyjax.kernels.short_conv import reference, xla
 
 OPERATOR = "short_conv"
@@ -48,7 +48,7 @@ def short_conv(
     _check(x, weight, bias, activation, initial_state, segment_ids)
     dtype = dispatch.compute_dtype(x, weight)
     if initial_state is None:
-        initial_state = dispatch.zeros_like_varying((x.shape[0], weight.shape[0] - 1, x.shape[2]), x.dtype, x)
+        initial_state = varying.zeros((x.shape[0], weight.shape[0] - 1, x.shape[2]), x.dtype, x)
     state, weight = initial_state.astype(dtype), weight.astype(dtype)
     bias = None if bias is None else bias.astype(dtype)
     if choice == "reference":

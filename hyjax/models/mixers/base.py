@@ -9,6 +9,8 @@ import flax.linen as nn
 
 from hyjax.config.errors import divisors_near, multiples_near
 
+MOST_TAPS = 128  # of a short convolution, whose program has a product for each; the field uses 2 to 4
+
 # a field -> what the config calls it: "model.heads", or "model.legend.A.heads" where the legend sets it
 Key = Callable[[str], str]
 
@@ -52,6 +54,18 @@ class Mixer(nn.Module):
     def cost(self, seq_len: int) -> Cost:
         """Forward FLOPs per token in a row of `seq_len`."""
         raise NotImplementedError
+
+
+def check_least(module: nn.Module, key: Key, **least: int) -> None:
+    """Each field named is at least the number given."""
+    for name, number in least.items():
+        if (value := getattr(module, name)) < number:
+            raise ValueError(f"{key(name)}={value} must be at least {number}")
+
+
+def check_taps(conv_width: int, key: Key) -> None:
+    if conv_width > MOST_TAPS:
+        raise ValueError(f"{key('conv_width')}={conv_width} must be at most {MOST_TAPS}: each tap is traced")
 
 
 def check_heads(width: int, heads: int, head_dim: int, key: Key) -> None:

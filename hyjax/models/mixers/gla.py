@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 
 from hyjax.models.layers import Dense
-from hyjax.models.mixers.base import Key
+from hyjax.models.mixers.base import Key, check_least
 from hyjax.models.mixers.recurrence import MatrixRecurrence
 from hyjax.parallel.sharded import linear_scan
 
@@ -29,8 +29,7 @@ class GLA(MatrixRecurrence):
     @nn.nowrap
     def check(self, key: Key) -> None:
         super().check(key)
-        if self.gate_rank < 1:
-            raise ValueError(f"{key('gate_rank')}={self.gate_rank} must be at least 1")
+        check_least(self, key, gate_rank=1)
 
     def mix(self, x, q, k, v, state, segment_ids):
         heads, _, key_dim, _ = self.dims

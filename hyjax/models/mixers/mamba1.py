@@ -12,9 +12,8 @@ import jax.numpy as jnp
 from hyjax.models.cache import RecurrentState
 from hyjax.models.context import Context
 from hyjax.models.layers import Dense, ShortConv, dense
-from hyjax.models.mixers.base import Cost, Key, Mixer
+from hyjax.models.mixers.base import Cost, Key, Mixer, check_least, check_taps
 from hyjax.models.mixers.gated_deltanet import draw_step_bias
-from hyjax.models.mixers.recurrence import MOST_TAPS
 from hyjax.parallel.sharded import selective_scan
 
 
@@ -52,11 +51,8 @@ class Mamba1(Mixer):
 
     @nn.nowrap
     def check(self, key: Key) -> None:
-        for name, least in dict(inner=0, state_dim=1, step_rank=0, conv_width=1, chunk_size=0).items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{key(name)}={getattr(self, name)} must be at least {least}")
-        if self.conv_width > MOST_TAPS:
-            raise ValueError(f"{key('conv_width')}={self.conv_width} must be at most {MOST_TAPS}: each tap is traced")
+        check_least(self, key, inner=0, state_dim=1, step_rank=0, conv_width=1, chunk_size=0)
+        check_taps(self.conv_width, key)
 
     @nn.nowrap
     def init_state(self, batch: int, max_len: int) -> RecurrentState:

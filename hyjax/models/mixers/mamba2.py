@@ -15,9 +15,8 @@ from hyjax.config.errors import divisors_near
 from hyjax.models.cache import RecurrentState
 from hyjax.models.context import Context
 from hyjax.models.layers import Dense, ShortConv, dense, split_heads
-from hyjax.models.mixers.base import Cost, Key, Mixer
+from hyjax.models.mixers.base import Cost, Key, Mixer, check_least, check_taps
 from hyjax.models.mixers.gated_deltanet import draw_step_bias
-from hyjax.models.mixers.recurrence import MOST_TAPS
 from hyjax.parallel.sharded import linear_scan
 
 RATES = (1.0, 16.0)  # what -A is drawn from at its start, uniformly
@@ -62,11 +61,8 @@ class Mamba2(Mixer):
 
     @nn.nowrap
     def check(self, key: Key) -> None:
-        for name, least in dict(inner=0, ssm_head_dim=1, state_dim=1, groups=1, conv_width=1, chunk_size=0).items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{key(name)}={getattr(self, name)} must be at least {least}")
-        if self.conv_width > MOST_TAPS:
-            raise ValueError(f"{key('conv_width')}={self.conv_width} must be at most {MOST_TAPS}: each tap is traced")
+        check_least(self, key, inner=0, ssm_head_dim=1, state_dim=1, groups=1, conv_width=1, chunk_size=0)
+        check_taps(self.conv_width, key)
         if self.step_limit < 0:
             raise ValueError(f"{key('step_limit')}={self.step_limit} must be at least 0, which is no limit")
         if self.channels % self.ssm_head_dim:

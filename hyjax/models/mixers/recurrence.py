@@ -17,9 +17,7 @@ from hyjax.config.errors import divisors_near
 from hyjax.models.cache import RecurrentState
 from hyjax.models.context import Context
 from hyjax.models.layers import Dense, ShortConv, dense, split_heads
-from hyjax.models.mixers.base import Cost, Key, Mixer, check_heads
-
-MOST_TAPS = 128  # of the short convolution, whose program has a product for each; the field uses 2 to 4
+from hyjax.models.mixers.base import Cost, Key, Mixer, check_heads, check_least, check_taps
 
 
 class MatrixRecurrence(Mixer):
@@ -88,16 +86,13 @@ class MatrixRecurrence(Mixer):
     @nn.nowrap
     def check(self, key: Key) -> None:
         check_heads(self.width, self.heads, self.head_dim, key)
-        for name in ("value_dim", "key_heads", "conv_width", "chunk_size"):
-            if (value := getattr(self, name)) < 0:
-                raise ValueError(f"{key(name)}={value} must be at least 0")
+        check_least(self, key, value_dim=0, key_heads=0, conv_width=0, chunk_size=0)
         if self.heads % self.dims[1]:
             near = divisors_near(self.heads, self.key_heads)
             raise ValueError(
                 f"{key('key_heads')}={self.key_heads} must divide {key('heads')}={self.heads}: nearest are {near}"
             )
-        if self.conv_width > MOST_TAPS:
-            raise ValueError(f"{key('conv_width')}={self.conv_width} must be at most {MOST_TAPS}: each tap is traced")
+        check_taps(self.conv_width, key)
 
     @nn.nowrap
     def init_state(self, batch: int, max_len: int) -> RecurrentState:

@@ -16,8 +16,7 @@ from hyjax.config.errors import divisors_near
 from hyjax.models.cache import RecurrentState
 from hyjax.models.context import Context
 from hyjax.models.layers import ShortConv, dense, split_heads
-from hyjax.models.mixers.base import Cost, Key, Mixer
-from hyjax.models.mixers.recurrence import MOST_TAPS
+from hyjax.models.mixers.base import Cost, Key, Mixer, check_least, check_taps
 from hyjax.parallel.sharded import diagonal_scan
 
 POWER = 8.0  # c of the paper
@@ -75,11 +74,8 @@ class RGLRU(Mixer):
 
     @nn.nowrap
     def check(self, key: Key) -> None:
-        for name, least in dict(inner=0, conv_width=1, chunk_size=0).items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{key(name)}={getattr(self, name)} must be at least {least}")
-        if self.conv_width > MOST_TAPS:
-            raise ValueError(f"{key('conv_width')}={self.conv_width} must be at most {MOST_TAPS}: each tap is traced")
+        check_least(self, key, inner=0, conv_width=1, chunk_size=0)
+        check_taps(self.conv_width, key)
         if self.channels % self.heads:
             near, inner = divisors_near(self.channels, self.heads), "inner" if self.inner else "width"
             raise ValueError(
